@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import socket
 
@@ -25,7 +27,16 @@ def program(name: str) -> str:
     return found
 
 
+PORTS = range(20_000, 32_768)
+"""Linux gives none of them by itself, neither to a socket that connects nor to one that asks for any port.
+
+Ray reserves lower ones, 10002 to 19999, for its workers.
+"""
+
+
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    """A port of this machine that nobody listens on, and that no other socket gets before a program has it."""
+    while True:
+        port = secrets.choice(PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port

@@ -272,7 +272,7 @@ def test_a_server_that_is_away_for_a_while_stops_nobody(url, s3, tmp_path):
         for step in (2, 3):
             began = time.monotonic()
             checkpointer.save(step, filled(step), to="storage" if step == 2 else "memory")
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 20.0
         log = tmp_path / protocol.log_file(url).name
         while "Retrying in" not in log.read_text():
             time.sleep(0.05)

@@ -556,8 +556,8 @@ def test_connections_end_with_the_broker(pulsar_port: int) -> None:
     with broker_of(topic.url) as broker:
         (bounds,) = broker.bounds()
         broker.fetch(0, *bounds, 5)
-    assert threading.active_count() == before
-    until = time.monotonic() + 5
+    assert threading.active_count() <= before  # those that other tests have left may end
+    until = time.monotonic() + 30
     while ask(admin(pulsar_port), "connections")[1] > open_before:
         assert time.monotonic() < until, "it is still connected"
         time.sleep(0.02)

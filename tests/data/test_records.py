@@ -356,6 +356,7 @@ def test_a_rank_on_its_way_to_survivors_takes_no_samples_from_them(read, monkeyp
 def test_a_function_that_is_called_again_reads_anew_in_old_and_new_processes(read, monkeypatch):
     master = LocalService()
     monkeypatch.setattr(services, "connect", lambda: master)
+    monkeypatch.setattr(records, "_LOADS", Counter())
 
     def restored(call: int, state: dict) -> Records:
         monkeypatch.setattr(launched, "call", call)

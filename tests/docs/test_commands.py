@@ -30,6 +30,7 @@ import psutil
 import pytest
 
 from dlrover.cli.run import arguments
+from tests.services import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -155,12 +156,6 @@ def comparable(text: str, directory: Path) -> set[str]:
     )  # two may be about equal
     lines = {" ".join(line.split()) for line in text.splitlines()}
     return {line for line in lines if line not in ("", "...")}
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])
 
 
 class Running:

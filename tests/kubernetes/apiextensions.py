@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from dlrover.kubernetes.resources import crd, names
-from tests.kubernetes.controlplane import Connections, ControlPlane, free_ports
+from tests.kubernetes.controlplane import Connections, ControlPlane
+from tests.services import free_port
 
 VARIABLE = "DLROVER_APIEXTENSIONS_SERVER"
 PROGRAM = os.environ.get(VARIABLE, "")
@@ -37,7 +38,7 @@ class ApiExtensions:
     """Ends with the process that started it."""
 
     def __init__(self, plane: ControlPlane, folder: Path) -> None:
-        (self._port,) = free_ports(1)
+        self._port = free_port()
         self._connections = Connections(self._port)
         self._log = folder / "apiextensions-apiserver.log"
         kubeconfig = plane.kubeconfig

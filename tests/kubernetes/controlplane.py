@@ -8,7 +8,6 @@ import io
 import json
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import time
@@ -18,6 +17,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from tests.services import free_port
 
 ADMIN = "admin-token"
 START_TIMEOUT = 60.0
@@ -37,7 +38,7 @@ class ControlPlane:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         # A process ends with the thread that started it: one thread starts them all.
         self._starter = ThreadPoolExecutor(max_workers=1)
-        self._etcd_port, self._peer_port, self.port = free_ports(3)
+        self._etcd_port, self._peer_port, self.port = (free_port() for _ in range(3))
         self._connections = Connections(self.port)
 
     @property
@@ -236,17 +237,6 @@ def available() -> str:
     """Why no control plane can run here, or nothing."""
     missing = [name for name in ("setpriv", "openssl") if shutil.which(name) is None]
     return f"{' and '.join(missing)} missing" if missing else ""
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
-    finally:
-        for one in held:
-            one.close()
 
 
 class Connections:

@@ -188,7 +188,7 @@ def _chosen(obj: Manifest, labels: str, fields: str) -> bool:
 
 async def until(condition: Callable[[], Any]) -> None:
     """Let the others work until a condition holds."""
-    late = time.monotonic() + 2.0
+    late = time.monotonic() + 10.0
     while not condition():
         assert time.monotonic() < late, "it does not become so"
         await asyncio.sleep(0.001)

@@ -346,13 +346,11 @@ def test_a_plan_of_the_masters_own_is_recorded_once_though_a_call_fails(lost: bo
             await until(lambda: server.calls)
             await asyncio.sleep(0.01)
             numbers.scale(3, "The fourth adds nothing.", "plan", "worker", (1.0, 1.0))
-            await until(lambda: not failures[0] or lost)
+            await until(lambda: "/scaleplans/" in str(server.objects))
+            (made,) = [path for path in server.objects if "/scaleplans/" in path]
+            await until(lambda: status(server, made.rpartition("/")[2]).get("phase") == "Scaling")
             await asyncio.sleep(0.02)
-            made = [path for path in server.objects if "/scaleplans/" in path]
-            assert len(made) == 1, made
-            await until(
-                lambda: status(server, made[0].rpartition("/")[2]).get("phase") == "Scaling"
-            )
+            assert sum("/scaleplans/" in path for path in server.objects) == 1
 
     asyncio.run(story())
 
@@ -736,8 +734,7 @@ def test_a_pod_whose_deletion_is_refused_for_now_is_deleted_later(status: int) -
 
             server.before = before
             nodes.platform.kill(POD)
-            await asyncio.sleep(0.05)
-            assert POD not in str(server.objects)
+            await until(lambda: POD not in str(server.objects))
 
     asyncio.run(story())
 

@@ -29,9 +29,10 @@ from dlrover.kubernetes.operator.leader import Leader
 from dlrover.kubernetes.operator.operator import Operator
 from dlrover.kubernetes.operator.stats import BOUNDS, Durations
 from dlrover.kubernetes.operator.workqueue import WorkQueue
-from tests.kubernetes.controlplane import ControlPlane, free_ports
+from tests.kubernetes.controlplane import ControlPlane
 from tests.kubernetes.installed import Cluster
 from tests.kubernetes.kubelet import Kubelet
+from tests.services import free_port
 
 PAGE = Path(__file__).parents[2] / "docs" / "kubernetes.md"
 
@@ -109,8 +110,6 @@ def test_a_connection_that_says_nothing_is_closed_and_leaves_no_thread(
 
 
 def test_an_operator_that_stands_still_fails_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "ANSWER_TIMEOUT", 0.05)
-
     async def story() -> None:
         server = HealthServer(serving(), "127.0.0.1", 0)
         try:
@@ -118,6 +117,7 @@ def test_an_operator_that_stands_still_fails_its_probe(monkeypatch: pytest.Monke
             status, said = await asyncio.to_thread(get, server.port, "/readyz")
             assert (status, said) == (503, "The operator has not read its Lease yet.\n")
             assert (await asyncio.to_thread(get, server.port, "/"))[0] == 404
+            monkeypatch.setattr(health, "ANSWER_TIMEOUT", 0.05)
             with ThreadPoolExecutor() as elsewhere:
                 asked = elsewhere.submit(get, server.port, "/healthz")
                 assert asked.result(30.0)[0] == 503  # nothing else runs on the loop meanwhile
@@ -144,7 +144,7 @@ def test_two_operators_are_ready_and_one_of_them_leads(
 ) -> None:
     cluster = Cluster(control_plane, namespace, tmp_path)
     kubelet()
-    ports = free_ports(2)
+    ports = free_port(), free_port()
     command = ["dlrover", "operator", "--namespace", namespace, "--kubeconfig", cluster.kubeconfig]
     processes = [subprocess.Popen([*command, "--http-port", str(port)]) for port in ports]
 

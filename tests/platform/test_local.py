@@ -100,7 +100,7 @@ def test_a_command_that_cannot_run():
 
     before = threading.active_count()
     run(body, ["/no/such/program"])
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # those that other tests have left may end
 
 
 def test_registry():

@@ -23,6 +23,7 @@ import pytest
 
 from dlrover.agent.workers.zygotes import ZYGOTE
 from dlrover.spec.events import Event
+from tests.services import free_port
 from tests.support.forks import Forks
 from tests.waiting import POLL, until
 
@@ -49,12 +50,6 @@ MARK = "PROCESS_TEST_RUN"
 def listener() -> socket.socket:
     """A socket that listens on a free port."""
     return socket.create_server(("", 0))
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return sock.getsockname()[1]
 
 
 def stacks(pid: int) -> str:

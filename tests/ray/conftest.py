@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.process.conftest import Launch, Runner, free_port
+from tests.process.conftest import Launch, Runner
+from tests.services import free_port
 from tests.waiting import POLL, until
 
 STARTS = 3
@@ -50,7 +51,7 @@ class Cluster:
         }
         self._nodes: list[subprocess.Popen[bytes]] = []
         self.address = f"{_own_address()}:{free_port()}"
-        port, client = self.address.rpartition(":")[2], str(free_port_below())
+        port, client = self.address.rpartition(":")[2], str(free_port())
         head = [f"--port={port}", f"--temp-dir={self.directory / 't'}"]
         self._start([*head, *(word.format(client) for word in HEAD)])
         self.client_address = f"ray://{self.address.rpartition(':')[0]}:{client}"
@@ -157,11 +158,6 @@ def _own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect(("192.0.2.1", 9))  # sends nothing
         return str(sock.getsockname()[0])
-
-
-def free_port_below() -> int:
-    """A free port that Ray does not reserve for its workers, 10002 to 19999."""
-    return next(p for p in iter(free_port, None) if not 10_000 <= p < 20_000)
 
 
 def _end(node: subprocess.Popen[bytes]) -> None:

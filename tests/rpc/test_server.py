@@ -386,7 +386,7 @@ def test_nobody_listening_is_told_at_once() -> None:
                 await client.stop("r", 1)
             with pytest.raises(InfrastructureError, match="cannot be reached"):
                 await anext(client.attend(says(messages.Hello("uid"))))
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 10.0
 
     run(test)
 
@@ -399,7 +399,7 @@ def test_a_listener_that_never_answers_is_given_up_in_time() -> None:
                 began = time.monotonic()
                 with pytest.raises(InfrastructureError, match="cannot be reached"):
                     await client.stop("r", 1)
-                assert 0.1 < time.monotonic() - began < 2.0
+                assert 0.1 < time.monotonic() - began < 10.0
 
     run(test)
 
@@ -413,7 +413,7 @@ def test_a_request_that_is_not_answered_in_time_ends() -> None:
             began = time.monotonic()
             with pytest.raises(InfrastructureError, match="reached: Deadline Exceeded"):
                 await ask(client, Ask(wait=0.1))
-            assert 0.2 <= time.monotonic() - began < 2.0
+            assert 0.2 <= time.monotonic() - began < 10.0
 
     run(test)
 
@@ -492,7 +492,7 @@ def test_a_pause_ends_as_soon_as_the_connection_is_back() -> None:
         async with MasterClient(address, TOKEN) as client:
             began = time.monotonic()
             await client.pause(0.2)
-            assert 0.2 <= time.monotonic() - began < 5.0
+            assert 0.2 <= time.monotonic() - began < 30.0
             pausing = asyncio.create_task(client.pause(60.0))
             await asyncio.sleep(0.1)
             async with serving(port=int(address.rpartition(":")[2])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
@@ -12,6 +13,7 @@ from typing import Generic, NoReturn, TypeVar
 import pytest
 
 Value = TypeVar("Value")
+PR_SET_PDEATHSIG = 1
 
 
 class Child(Generic[Value]):
@@ -48,6 +50,8 @@ class Child(Generic[Value]):
     def _live(self, work: Callable[[], Value]) -> NoReturn:
         code = 1
         try:
+            # It holds the pipe through which pytest-xdist hears of the end of the test's process.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(self._within)
             try:

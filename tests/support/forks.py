@@ -183,8 +183,9 @@ class Forks:
         self, number: int, *words: str | Path, env: Mapping[str, str], timeout: float = 90.0
     ) -> str:
         """Run a script on ranks as ``torchrun --standalone`` does, to a successful end; what all of them printed."""
-        with socket.create_server(("", 0)) as listener:
-            port = listener.getsockname()[1]
+        from tests.services import free_port
+
+        port = free_port()
         shared = {
             "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(number),
             "LOCAL_WORLD_SIZE": str(number), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,

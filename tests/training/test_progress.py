@@ -161,8 +161,8 @@ def test_the_tracker_keeps_the_time_of_each_activity(board):
         time.sleep(0.02)
         tracker.end(before)
     seconds = board.activity(0, time.monotonic_ns()).seconds
-    assert 0.02 <= seconds[Activity.DATA] < 0.5
-    assert 0.02 <= seconds[Activity.CHECKPOINT] < 0.5
+    assert 0.02 <= seconds[Activity.DATA] < 10
+    assert 0.02 <= seconds[Activity.CHECKPOINT] < 10
     assert seconds[Activity.EVAL] == 0
 
 
