@@ -39,7 +39,7 @@ from dlrover.spec.requests.membership import (
 )
 from dlrover.spec.world import Holding, Offer, World
 from tests.simulation.cluster import WORKER_KINDS, Cluster
-from tests.simulation.nodes import Delays
+from tests.simulation.nodes import Delays, SimulatedWorkers
 
 ENOUGH = Limits(
     max_infrastructure_restarts=1000, no_progress_restarts=1000, node_start_attempts=1000
@@ -118,6 +118,21 @@ def test_a_stopped_agent_costs_one_round_and_all_nodes_store_what_is_in_memory(s
         "its agent left" if managed else "the agent was stopped by SIGTERM"
     ]
     assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+def test_the_savers_of_a_stopped_agent_have_the_time_that_workers_elsewhere_may_take(monkeypatch):
+    waits = []
+
+    async def close(_: SimulatedWorkers, saver_wait: float = 0.0) -> None:
+        waits.append(saver_wait)
+
+    monkeypatch.setattr(SimulatedWorkers, "close", close)
+    cluster = started(job(3, 3, managed=True), seed=1, delays=Delays(stop=(0.1, 1.0)))
+    spec = cluster.machine.job
+    longest = spec.shutdown_timeout + spec.limits.release_grace
+    cluster.stop_agent(cluster.nodes[0])
+    settle(cluster)
+    assert [longest - 1.1 < wait < longest for wait in waits] == [True]
 
 
 @pytest.mark.parametrize("managed", [True, False])

@@ -334,8 +334,8 @@ class WorkerConnection:
                 self._state.keep(self._rank, request.save)
             case protocol.PassOver():
                 self._state.pass_over(self._rank, request.save, written=request.written)
-            case protocol.StoreAtEnd():
-                self._state.store_at_end()
+            case protocol.StoreAtEnd(stopping):
+                self._state.store_at_end(stopping)
             case protocol.Goodbye():
                 self._goodbye = True
 
