@@ -136,6 +136,26 @@ def test_the_savers_of_a_stopped_agent_have_the_time_that_workers_elsewhere_may_
 
 
 @pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("whole", [True, False], ids=["job", "node"])
+def test_a_master_that_takes_over_waits_for_nodes_that_store_what_is_in_memory(managed, whole):
+    delays = Delays(stop=(0.1, 1.0), store=(40.0, 50.0), revive=(0.5, 1.0))
+    cluster = started(job(3, 3, managed=managed), seed=1, delays=delays)
+    leaving = cluster.nodes[:3] if whole else cluster.nodes[1:2]
+    if whole:
+        cluster.stop()
+    else:
+        cluster.stop_agent(*leaving)
+    cluster.run(3.0)
+    cluster.kill_master()
+    cluster.run(35.0)
+    assert all(node.alive for node in leaving)
+    assert not cluster.training
+    cluster.run(30.0)
+    assert not any(node.alive for node in leaving)
+    assert cluster.training != whole
+
+
+@pytest.mark.parametrize("managed", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_killed_agent_of_an_elastic_job_costs_a_round_to_shrink_and_one_to_grow(seed, managed):
     delays = Delays(revive=(20.0, 25.0), launch=(8.0, 9.0))

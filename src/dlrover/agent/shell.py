@@ -166,7 +166,7 @@ class Agent:
 
     async def _stay_connected(self) -> None:
         delays = backoff.delays(*RECONNECT, chance=self._chance)
-        while not self._left.done():
+        while not self._left.done() or self._clock() < self._stores_until:
             try:
                 await self._attend()
             except InfrastructureError as error:
