@@ -10,7 +10,7 @@ from dlrover.checkpoint.machine.layout import TensorSpec
 from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.saver import memory, protocol
-from dlrover.checkpoint.saver.breakpoint import Breakpoints
+from dlrover.checkpoint.saver.breakpoint import Ballot, Breakpoints, Vote
 from dlrover.checkpoint.saver.memory import Generation
 from dlrover.checkpoint.saver.protocol import Commit, JoinSaver, SaverGoneError
 from dlrover.checkpoint.saver.saver import Saver
@@ -629,6 +629,28 @@ def test_savers_that_do_not_answer_are_not_waited_for_longer(tmp_path, monkeypat
     ended = saver_state.breaks.next()
     Breakpoints(open_store(tmp_path), saver_state.breaks, 1)._carry_out(ended)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_savers_of_nodes_whose_workers_take_long_to_end_are_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrover.checkpoint.saver.breakpoint.VOTE_PATIENCE", 0.0)
+    saver_state = SaverState()
+    own = Worker(saver_state, 0, (0,), size=2)
+    own.save(3)
+    saver_state.store_at_end(60.0)
+    leave(own)
+    ended = saver_state.breaks.next()
+    store = open_store(tmp_path)
+    voting = threading.Thread(
+        target=Breakpoints(store, saver_state.breaks, 1)._carry_out, args=(ended,), daemon=True
+    )
+    voting.start()
+    until(lambda: [*tmp_path.rglob("*.vote")], 5)
+    held = {1: ended.saves[0]}
+    Ballot(store, ended.group.joined.session).cast(Vote(2, (1,), held, None))
+    until(lambda: saver_state.tasks.ready, 5)
+    saver_state.tasks.finish(saver_state.tasks.next(), "")
+    voting.join(5)
+    assert not voting.is_alive()
 
 
 def test_a_lost_node_has_its_part_stored_from_its_replica(tmp_path, monkeypatch):

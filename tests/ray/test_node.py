@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 
 pytestmark = [
@@ -77,6 +78,15 @@ def test_a_running_node_writes_down_its_master_again_once_there_is_room(node, mo
     assert b"10.0.0.1:1" in node._dir.master.read_bytes()
     assert not node._ended.is_set()
     assert node.done == ["ended", "job/node/0"]
+
+
+def test_an_agent_has_the_time_that_its_savers_have(node):
+    launch, limits = SimpleNamespace(shutdown_timeout=30), Limits(release_grace=600.0)
+    node._role = SimpleNamespace(agent=SimpleNamespace(launch=launch, limits=limits))
+    waits: list[float] = []
+    node._ended = SimpleNamespace(wait=lambda seconds: not waits.append(seconds))
+    node.finish()
+    assert waits == [630.0 + node.module.END_WAIT]
 
 
 def test_a_request_that_ray_has_carried_out_by_half_is_made_again_from_the_beginning(monkeypatch):

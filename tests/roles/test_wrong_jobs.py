@@ -15,7 +15,8 @@ from dlrover.errors import ConfigurationError
 from dlrover.kubernetes.resources import validation
 from dlrover.roles import Job
 from dlrover.roles.loading import load, of_options, tls_of, to_options
-from dlrover.roles.spec import EntryForm, Failover, RoleKind
+from dlrover.roles.spec import EntryForm, Failover, RoleKind, RolesConfig
+from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import TlsFiles
 from tests.support import certificates
 
@@ -256,3 +257,15 @@ def test_a_job_on_kubernetes_cannot_bring_a_certificate_of_its_own(
     env = certificates.settings(certificates.made(folder))
     with pytest.raises(ConfigurationError, match=r"set spec\.master\.tls instead"):
         rolesonkubernetes.coordinate(validation.parse(made), env, "", 0)
+
+
+def test_a_pod_of_a_role_has_time_to_store_what_is_in_memory(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    job = Job("x", directory=folder)
+    job.role("a", "work.py", shutdown_timeout=40)
+    spec = job.spec()
+    made = validation.parse(rolesonkubernetes.manifest(spec, "train:1", "", {}))
+    content = RolesConfig(job=spec, platform="kubernetes")
+    of_role = rolesonkubernetes.job_of(made, spec.role("a"), content, 0, {})
+    pod = of_role["spec"]["replicaSpecs"]["worker"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > 40 + Limits().release_grace

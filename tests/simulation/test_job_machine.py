@@ -39,7 +39,7 @@ from dlrover.spec.requests.membership import (
 )
 from dlrover.spec.world import Holding, Offer, World
 from tests.simulation.cluster import WORKER_KINDS, Cluster
-from tests.simulation.nodes import Delays
+from tests.simulation.nodes import Delays, SimulatedWorkers
 
 ENOUGH = Limits(
     max_infrastructure_restarts=1000, no_progress_restarts=1000, node_start_attempts=1000
@@ -118,6 +118,41 @@ def test_a_stopped_agent_costs_one_round_and_all_nodes_store_what_is_in_memory(s
         "its agent left" if managed else "the agent was stopped by SIGTERM"
     ]
     assert cluster.finish().exit_code == ExitCode.SUCCESS
+
+
+def test_the_savers_of_a_stopped_agent_have_the_time_that_workers_elsewhere_may_take(monkeypatch):
+    waits = []
+
+    async def close(_: SimulatedWorkers, saver_wait: float = 0.0) -> None:
+        waits.append(saver_wait)
+
+    monkeypatch.setattr(SimulatedWorkers, "close", close)
+    cluster = started(job(3, 3, managed=True), seed=1, delays=Delays(stop=(0.1, 1.0)))
+    spec = cluster.machine.job
+    longest = spec.shutdown_timeout + spec.limits.release_grace
+    cluster.stop_agent(cluster.nodes[0])
+    settle(cluster)
+    assert [longest - 1.1 < wait < longest for wait in waits] == [True]
+
+
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("whole", [True, False], ids=["job", "node"])
+def test_a_master_that_takes_over_waits_for_nodes_that_store_what_is_in_memory(managed, whole):
+    delays = Delays(stop=(0.1, 1.0), store=(40.0, 50.0), revive=(0.5, 1.0))
+    cluster = started(job(3, 3, managed=managed), seed=1, delays=delays)
+    leaving = cluster.nodes[:3] if whole else cluster.nodes[1:2]
+    if whole:
+        cluster.stop()
+    else:
+        cluster.stop_agent(*leaving)
+    cluster.run(3.0)
+    cluster.kill_master()
+    cluster.run(35.0)
+    assert all(node.alive for node in leaving)
+    assert not cluster.training
+    cluster.run(30.0)
+    assert not any(node.alive for node in leaving)
+    assert cluster.training != whole
 
 
 @pytest.mark.parametrize("managed", [True, False])

@@ -45,6 +45,7 @@ def troubled(seed: int) -> Cluster:
         [
             lambda n: cluster.kill_worker(n, chance.choice(WORKER_KINDS), chance.randrange(3)),
             cluster.kill_agent,
+            cluster.stop_agent,
             lambda n: cluster.disconnect(n, chance.choice([0.0, 2.0, 20.0])),
             lambda n: cluster.silence(n, chance.choice([0.5, 30.0, 70.0])),
             lambda _: cluster.kill_master(chance.choice([0.1, 5.0, 30.0])),
@@ -72,7 +73,7 @@ def coarse(machine: JobMachine, node_id: int) -> set[str]:
     status, collecting = machine.nodes[node_id].status, machine.rendezvous.collecting
     if machine.outcome is not None:
         return {"shutdown"}
-    if node_id in machine.scaling.leaving:
+    if machine.state.leaves(node_id):
         return {"shutdown"}
     if status is NodeStatus.PENDING:
         return {"waiting_for_resources", "degraded"}

@@ -164,6 +164,7 @@ def test_disks_lost_in_any_state_keep_no_job_from_its_end(block):
             [
                 lambda n, c=cluster: c.kill_worker(n, FailureKind.SIGNAL, 2),
                 cluster.kill_agent,
+                cluster.stop_agent,
                 lambda n, c=cluster: c.disconnect(n, 2.0),
                 lambda _, c=cluster: c.kill_master(1.0, after_commands=1),
                 lambda _, c=cluster: c.lose_disk(c.time.random.choice([0.1, 1.0, 20.0])),

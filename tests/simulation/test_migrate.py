@@ -92,6 +92,7 @@ def test_many_migrations_among_many_faults(seed):
     faults = [
         cluster.kill_worker,
         cluster.kill_agent,
+        cluster.stop_agent,
         lambda node: cluster.disconnect(node, 2.0),
         lambda _node: cluster.kill_master(2.0),
         lambda _node: migrate(cluster, cluster.time.random.choice(list(cluster.machine.nodes))),

@@ -209,6 +209,7 @@ def test_whatever_happens_during_checks_the_job_ends_well(seed):
     faults = [
         job.kill_worker,
         job.kill_agent,
+        job.stop_agent,
         lambda node: job.disconnect(node, chance.uniform(0.0, 5.0)),
         lambda node: job.silence(node, chance.uniform(0.0, 90.0)),
         lambda _: job.kill_master(chance.uniform(0.1, 5.0)),

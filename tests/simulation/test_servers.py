@@ -130,6 +130,7 @@ def test_random_faults_leave_a_job_that_ends_well(seed: int, failover: str) -> N
 
     faults = [
         cluster.kill_agent,
+        cluster.stop_agent,
         fail,
         cluster.disconnect,
         pause,

@@ -53,9 +53,12 @@ async def save_now(pids: Iterable[int], request: str) -> tuple[StoredPlace, ...]
     return tuple(await asyncio.gather(*asked))
 
 
-async def store_at_end(pids: Iterable[int]) -> None:
-    """Have each saver store the newest save in memory once the workers end; return when all know it."""
-    await asyncio.gather(*(asyncio.to_thread(_store_at_end, pid) for pid in pids))
+async def store_at_end(pids: Iterable[int], stopping: float) -> None:
+    """Have each saver store the newest save in memory once the workers end; return when all know it.
+
+    The workers have ``stopping`` seconds to end, here and on other nodes.
+    """
+    await asyncio.gather(*(asyncio.to_thread(_store_at_end, pid, stopping) for pid in pids))
 
 
 class Holds:
@@ -93,11 +96,11 @@ def _save_now(pid: int, request: str) -> StoredPlace:
     return StoredPlace(directory, reply.step, reply.problem)
 
 
-def _store_at_end(pid: int) -> None:
+def _store_at_end(pid: int, stopping: float) -> None:
     try:
         from dlrover.checkpoint.saver import protocol  # noqa: PLC0415
 
-        _ask(pid, protocol.StoreAtEnd(), WAIT)
+        _ask(pid, protocol.StoreAtEnd(stopping), WAIT)
     except (OSError, DLRoverError, ModuleNotFoundError) as error:
         logger.warning("What is in memory is not stored: saver %d does not answer: %s", pid, error)
 

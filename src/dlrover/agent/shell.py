@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dlrover._util import backoff, tasks
+from dlrover.agent import savers
 from dlrover.agent.checking import Checker
 from dlrover.agent.machine import node as agent_machine
 from dlrover.agent.machine.waits import Waits
@@ -97,8 +98,8 @@ class Agent:
         self._left: asyncio.Future[Outcome] = loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
         self._flushes: set[asyncio.Task[None]] = set()
-        self._stores = False
-        """True once the savers were told to store what is in memory."""
+        self._stores_until = 0.0
+        """Until when the savers may store what is in memory: after the last order for it."""
         self._news = asyncio.Event()
         """Set when a heartbeat may be due earlier than expected."""
         self._listed = b""
@@ -144,10 +145,7 @@ class Agent:
         self._checker.stop()
         await self._workers.stop(signal.SIGTERM, 0.0)
         await self._savers_know()
-        if self._stores:
-            await self._workers.close(self._limits.release_grace)
-        else:
-            await self._workers.close()
+        await self._workers.close(max(savers.WAIT, self._stores_until - self._clock()))
 
     def abandon(self, exit_code: int, reason: str) -> None:
         """Stop the workers and leave without the master's order."""
@@ -168,7 +166,7 @@ class Agent:
 
     async def _stay_connected(self) -> None:
         delays = backoff.delays(*RECONNECT, chance=self._chance)
-        while not self._left.done():
+        while not self._left.done() or self._clock() < self._stores_until:
             try:
                 await self._attend()
             except InfrastructureError as error:
@@ -333,7 +331,8 @@ class Agent:
                 self._waits.started()
                 self._workers.preload(command.modules)
             case agent_machine.FlushMemory():
-                self._stores = True
+                longest = self._launch.shutdown_timeout + self._limits.release_grace
+                self._stores_until = self._clock() + longest
                 tasks.start(self._workers.store_at_end(), self._flushes)
             case agent_machine.StopWorkers():
                 self._stopping = asyncio.create_task(self._stop_workers())

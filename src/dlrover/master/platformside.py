@@ -232,7 +232,7 @@ def reply(before: int, after: int, role: str = "", *, alone: bool = False) -> me
 def placed(machine: JobMachine) -> dict[str, PlacedNode]:
     """Return the nodes of a job that have a handle, by handle."""
     leaving = {migration.node for migration in machine.fleet.migrations.values()}
-    leaving |= machine.scaling.leaving.keys()
+    leaving |= machine.scaling.leaving.keys() | machine.state.departing.keys()
     return {
         node.handle: PlacedNode(
             node_id=node.id,

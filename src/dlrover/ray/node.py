@@ -32,8 +32,8 @@ DISK_DELAY = 5.0
 MOST_OUTPUT = 4 << 20
 """Bytes of output kept while the master does not take them; older ones are dropped."""
 READ = 1 << 16
-END_WAIT = 180.0
-"""Seconds beyond the shutdown time-out in which an agent ends before it is killed."""
+END_WAIT = 60.0
+"""Seconds beyond its workers' and savers' time limits in which an agent ends before it is killed."""
 DRAIN_WAIT = 2.0
 """Seconds for the last output of an agent that has ended: its orphans may hold the pipes."""
 
@@ -115,11 +115,16 @@ class NodeActor:
 
     def finish(self) -> None:
         """Wait until the agent has ended; end it if it does not by itself."""
-        patience = self._role.agent.launch.shutdown_timeout + END_WAIT
-        if not self._ended.wait(patience):
+        if not self._ended.wait(self._patience):
             self._end()
 
     # ---- the agent
+
+    @property
+    def _patience(self) -> float:
+        """Seconds in which an agent ends that is asked to."""
+        agent = self._role.agent
+        return agent.launch.shutdown_timeout + agent.limits.release_grace + END_WAIT
 
     def _prepare(self, node_rank: int) -> JobDir:
         """Make the role's directory on this machine; all its nodes here share it, as a replacement finds its saver by it."""
@@ -170,7 +175,7 @@ class NodeActor:
         if self._process is None:
             return
         self._process.send_signal(signal.SIGTERM)
-        if not self._ended.wait(self._role.agent.launch.shutdown_timeout + END_WAIT):
+        if not self._ended.wait(self._patience):
             self._process.kill()
             self._ended.wait()
 

@@ -336,7 +336,8 @@ class WorkerGroup:
 
     async def store_at_end(self) -> None:
         """Have the newest memory checkpoint of each directory stored once the workers end."""
-        await savers.store_at_end(savers.running(self.orders.place))
+        stopping = float(self._launch.shutdown_timeout)
+        await savers.store_at_end(savers.running(self.orders.place), stopping)
 
     async def devices_busy(self) -> float:
         """Return the share of time in which the workers' accelerators work, 0 to 1; -1 if unknown."""

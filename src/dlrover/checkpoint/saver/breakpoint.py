@@ -414,7 +414,8 @@ class Breakpoints:
 
     def _collect(self, ballot: Ballot, ended: Break) -> list[Vote]:
         size = ended.group.joined.world_size
-        until = time.monotonic() + (ASKED_PATIENCE if ended.request else VOTE_PATIENCE)
+        patience = ASKED_PATIENCE if ended.request else VOTE_PATIENCE + ended.group.stopping
+        until = time.monotonic() + patience
         votes = ballot.votes()
         while not complete(votes, size):
             if self._breaks.pause(ended, self._store.poll) or time.monotonic() > until:

@@ -179,6 +179,9 @@ class StoreAtEnd(SaverMessage, frozen=True):
     All savers of the world get it, on connections that are attached to no rank.
     """
 
+    stopping: float = 0.0
+    """Seconds that other nodes' workers may take to end."""
+
 
 class Goodbye(SaverMessage, frozen=True):
     """Notice that the worker is about to disconnect in good order."""

@@ -90,6 +90,8 @@ class SaveGroup:
     joined: protocol.JoinSaver
     store_at_end: bool = False
     """True if the newest save in memory is to be stored once the workers end, however they do."""
+    stopping: float = 0.0
+    """Seconds that other nodes' workers may take to end then."""
     problems: list[str] = field(default_factory=list)
     """Sentences about saves that were not stored, with the reasons."""
     stored: SaveId | None = None

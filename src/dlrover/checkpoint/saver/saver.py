@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrover import config
-from dlrover._util import sockets
+from dlrover._util import procs, sockets
 from dlrover.checkpoint.machine import policies
 from dlrover.checkpoint.machine.policies import Policy
 from dlrover.checkpoint.saver import protocol
@@ -46,6 +46,8 @@ BREAKPOINT_PATIENCE = 120.0
 """Seconds to wait for other nodes' parts of a step that the savers agreed to persist at the world's end."""
 
 
+AGENT = "dlrover.agent"
+"""Module of an agent, which is the parent of the savers of its workers."""
 BACKLOG = 1 << 10
 """Maximum number of worker connections that wait to be accepted."""
 
@@ -332,8 +334,8 @@ class WorkerConnection:
                 self._state.keep(self._rank, request.save)
             case protocol.PassOver():
                 self._state.pass_over(self._rank, request.save, written=request.written)
-            case protocol.StoreAtEnd():
-                self._state.store_at_end()
+            case protocol.StoreAtEnd(stopping):
+                self._state.store_at_end(stopping)
             case protocol.Goodbye():
                 self._goodbye = True
 
@@ -369,10 +371,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.info("Saver %d serves %s%s", os.getpid(), location, node)
     listener.listen(BACKLOG)  # again: peers see the process id of the last caller
     saver = Saver(open_store(place), args.identity, args.keep, args.linger, listener)
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=saver.stop).start())
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # in the threads that follow, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_stop_on_order, args=(saver,), daemon=True).start()
     saver.serve()
     os._exit(0)  # other threads may hang in the storage
+
+
+def _stop_on_order(saver: Saver) -> None:
+    """Stop the saver on SIGTERM.
+
+    A machine that shuts down, and Slurm, send the signal to every process. An agent then orders what is to be stored
+    and ends its savers itself: they pass over what others send.
+    """
+    while True:
+        sender, parent = signal.sigwaitinfo([signal.SIGTERM]).si_pid, os.getppid()
+        if sender == parent or not procs.running(AGENT, [parent]):
+            saver.stop()
 
 
 def _log_to(path: Path) -> None:

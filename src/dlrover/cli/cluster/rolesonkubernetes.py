@@ -27,14 +27,15 @@ from dlrover.kubernetes.resources.types import ElasticJob
 from dlrover.roles.coordinator.jobs import arguments, limits_of, restarts
 from dlrover.roles.loading import of_options, tls_of, to_options
 from dlrover.roles.spec import RoleKind, RolesConfig, RolesJob, RoleSpec
+from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 
 Manifest = dict[str, Any]
 GPU = accelerators.RESOURCES[0]
 """Name of what ``resources: {gpu: 1}`` asks for."""
 TOKEN = config.ROLE_VARIABLES["token"]
-LEAVE = 10
-"""Seconds that a pod gets beyond its role's shutdown time-out."""
+LEAVE = 10 + int(Limits().release_grace)
+"""Seconds that a pod gets beyond its role's shutdown time-out: to store what is in memory, and to end."""
 
 
 def check(job: RolesJob) -> None:

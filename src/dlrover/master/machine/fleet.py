@@ -326,7 +326,7 @@ class Fleet:
         """Continue without a node that is still there; replace it if the platform had launched it."""
         state = self.state
         state.faults.forget(node.id)
-        if node.status.final or node.id in state.scaling.leaving:
+        if node.status.final or state.leaves(node.id):
             return
         node.reason = reason
         state.lost_at.pop(node.id, None)

@@ -353,7 +353,7 @@ class JobMachine:
         if self.state.is_instance(node):
             self.instances.join(node, join, now)
             return
-        if node.id in self.scaling.leaving or node.id in self.state.departing:
+        if self.state.leaves(node.id):
             return
         if self.state.is_spare(node):
             if node.connected:

@@ -230,6 +230,10 @@ class JobState:
         """Return whether no round awaits a node: an instance or a spare."""
         return self.is_instance(node) or self.is_spare(node)
 
+    def leaves(self, node_id: int) -> bool:
+        """Return whether a node is on its way out: it is drained, or its agent was told to end from outside."""
+        return node_id in self.departing or node_id in self.scaling.leaving
+
     @property
     def quiet(self) -> bool:
         """True while a world trains and no incident is open."""

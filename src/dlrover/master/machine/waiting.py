@@ -32,9 +32,8 @@ def waiting_for(machine: JobMachine, now: float) -> str:
     joined = len(rdzv.offers)
     if rdzv.missing:
         missing = [machine.nodes[i] for i in sorted(rdzv.missing)]
-        leaving = machine.scaling.leaving
         named = ", ".join(
-            f"node {node.id} ({'is leaving' if node.id in leaving else _state_of(node)})"
+            f"node {node.id} ({'is leaving' if node.id in rdzv.leaving else _state_of(node)})"
             for node in missing[:NODES_NAMED]
         )
         rest = len(missing) - NODES_NAMED

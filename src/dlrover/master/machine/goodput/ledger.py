@@ -368,7 +368,7 @@ class Ledger:
 
     def _cause(self, node: Node, machine: JobMachine, short: bool) -> int:
         """Return the cause of a node's time from now on."""
-        if machine.outcome is not None or node.id in machine.scaling.leaving:
+        if machine.outcome is not None or machine.state.leaves(node.id):
             return SHUTDOWN
         if node.status is NodeStatus.PENDING:
             trains = self.round is not None and not machine.state.is_spare(node)

@@ -174,9 +174,8 @@ class Recovery:
         The node is lost once it has ended. Ranks that go on without lost ones do so, and nothing is stored.
         """
         state, rdzv = self.state, self.state.rendezvous
-        leaves = node.id in state.departing or node.id in state.scaling.leaving
         holds = node.has_run and not (node.status.final or state.is_outside(node))
-        if leaves or not holds or state.job.survive or state.adoption.pending:
+        if state.leaves(node.id) or not holds or state.job.survive or state.adoption.pending:
             return
         if not rdzv.collecting and node.status is not NodeStatus.RUNNING:
             return
@@ -189,6 +188,7 @@ class Recovery:
             self.rounds.open(why, now)
         elif not others_store:
             self.rounds.call_all(why)
+        state.send(*state.checks.lose(node.id, now))
 
     def _node_lost(self, node: Node, now: float) -> None:
         """Respond to the loss of a node of the world."""

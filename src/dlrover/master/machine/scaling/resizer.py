@@ -137,7 +137,7 @@ class Resizer:
         node = self.state.nodes.get(request.node_id)
         if node is None or not node.launched:
             return f"Node {request.node_id} is none that DLRover has started: only those can be replaced."
-        if node.status is not NodeStatus.RUNNING or node.id in self.state.scaling.leaving:
+        if node.status is not NodeStatus.RUNNING or self.state.leaves(node.id):
             return (
                 f"Node {node.id} does not train: only nodes of the running world can be replaced."
             )
