@@ -439,9 +439,7 @@ class Breakpoints:
         votes = ballot.votes()
         while not complete(votes, size):
             if self._breaks.pause(ended, self._store.poll) or time.monotonic() > until:
-                logger.warning(
-                    "The savers of some ranks of the world do not answer; what is in memory is not stored"
-                )
+                logger.warning("The savers of some ranks of the world are not waited for longer")
                 break
             votes = ballot.votes()
         return votes
