@@ -697,6 +697,75 @@ def voting(path) -> SaverState:
     return saver_state
 
 
+def at_end(saver_state: SaverState, *problems: str) -> protocol.SavedNow:
+    """What the agent learns, if each task that there is ends with a problem or an empty text."""
+    asking = threading.Thread(
+        target=lambda: setattr(asking, "said", saver_state.stored_at_end()), daemon=True
+    )
+    asking.start()
+    for problem in problems:
+        saver_state.tasks.finish(saver_state.tasks.next(), problem)
+    return told(asking)
+
+
+def test_the_agent_learns_what_became_of_the_memory_of_workers_that_ended(tmp_path):
+    saver_state = voting(tmp_path)
+    nothing = protocol.SavedNow(-1, "")
+    assert at_end(saver_state) == nothing, "no worker has joined"
+    worker = Worker(saver_state, 0)
+    saver_state.store_at_end()
+    leave(worker)
+    assert at_end(saver_state) == nothing, "nothing was saved"
+    for session, problem in ((2, "The disk is full."), (3, "")):
+        worker = Worker(saver_state, 0, session=session)
+        worker.save(session)
+        saver_state.store_at_end()
+        leave(worker)
+        said = protocol.SavedNow(-1 if problem else session, problem)
+        assert at_end(saver_state, problem) == said
+        assert at_end(saver_state) == said, "it is asked again"
+
+
+def test_the_agent_learns_that_the_storage_takes_no_votes(tmp_path):
+    (tmp_path / "file").touch()
+    saver_state = voting(tmp_path / "file")
+    worker = Worker(saver_state, 0)
+    worker.save(1)
+    saver_state.store_at_end()
+    leave(worker)
+    assert at_end(saver_state).problem == "The storage failed: Not a directory."
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_the_agent_learns_why_nodes_store_nothing_together(tmp_path, monkeypatch, answers):
+    monkeypatch.setattr("dlrover.checkpoint.saver.breakpoint.VOTE_PATIENCE", 0.1)
+    nodes = [voting(tmp_path), voting(tmp_path)]
+    if answers:
+        monkeypatch.setattr("dlrover.checkpoint.saver.breakpoint.VOTE_PATIENCE", 30.0)
+    workers = [Worker(node, rank, (rank,), size=2) for rank, node in enumerate(nodes)]
+    for step, worker in enumerate(workers):
+        worker.save(step + 1)
+    for node, worker in list(zip(nodes, workers, strict=True))[: 1 + answers]:
+        node.store_at_end()
+        leave(worker)
+    why = (
+        "The ranks have no save in common."
+        if answers
+        else "The savers of some ranks do not answer."
+    )
+    assert at_end(nodes[0]) == protocol.SavedNow(-1, why)
+
+
+def test_one_node_says_what_all_have_stored(tmp_path):
+    nodes = [voting(tmp_path), voting(tmp_path)]
+    for rank, node in enumerate(nodes):
+        worker = Worker(node, rank, (rank,), size=2)
+        worker.save(1)
+        node.store_at_end()
+        leave(worker)
+    assert [at_end(node, "").step for node in nodes] == [1, -1]
+
+
 def ask(saver_state: SaverState, number: str = "1") -> threading.Thread:
     """A user's request, on its way; its answer is the thread's ``said``."""
     asking = threading.Thread(

@@ -127,7 +127,8 @@ def test_a_signal_to_one_of_several_machines_ends_its_node(run, out: Path, kind:
     launch = run(run.scripts / "obedient.py", out, env=env)
     launch.wait_for(kind)
     launch.process.send_signal(signal.SIGTERM)
-    launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, timeout=40)
+    _, stderr = launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM, timeout=40)
+    assert "dlrover: SIGTERM: this node leaves the job. Its workers have 30 s to end" in stderr
 
 
 @pytest.mark.parametrize("options", [["--nproc-per-node=2"], ["--local-nodes=2"]], ids=str)

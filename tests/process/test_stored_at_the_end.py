@@ -1,5 +1,6 @@
 """Steps in memory only: a job or a node that ends from outside stores them first, whatever the options."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class Scaled:
         self._run = run
         self.out: Path = run.directory / "out"
         self.out.mkdir()
+        self.checkpoints = self.out / "steps-in-memory"
 
     def start(self, *options: str, steps: int = LATER, name: str = "run"):
         program = [self._run.scripts / "scaled.py", self.out, steps, 0.05]
@@ -35,7 +37,7 @@ class Scaled:
 
     def stored(self) -> int:
         """The newest stored step."""
-        return max(storage.steps(open_store(str(self.out / "steps-in-memory"))), default=0)
+        return max(storage.steps(open_store(str(self.checkpoints))), default=0)
 
     def starts(self) -> list[list[str]]:
         """World size, first step and source of each start."""
@@ -64,11 +66,27 @@ def test_a_stopped_job_stores_the_step_that_it_was_at(run, scaled, how: str) -> 
     scaled.reach(launch, 1)
     if how == "command":
         assert run.dlrover("stop", "--job-dir", launch.job_dir).returncode == 0
-        launch.end_with(ExitCode.STOPPED)
+        _, stderr = launch.end_with(ExitCode.STOPPED)
     else:
         launch.process.send_signal(signal.SIGTERM)
-        launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)
-    assert scaled.stored() >= scaled.done()[-1] - 1, "a step that not all ranks had saved is lost"
+        _, stderr = launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)
+    stored = scaled.stored()
+    assert stored >= scaled.done()[-1] - 1, "a step that not all ranks had saved is lost"
+    said = f"dlrover: Step {stored} is stored in {scaled.checkpoints}: the workers have ended.\n"
+    assert stderr.count(said) == 1
+
+
+def test_a_stopped_job_tells_why_it_stores_nothing(run, scaled) -> None:
+    launch = scaled.start()
+    scaled.reach(launch, 1)
+    shutil.rmtree(scaled.checkpoints)
+    scaled.checkpoints.touch()
+    launch.process.send_signal(signal.SIGTERM)
+    _, stderr = launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)
+    assert (
+        f"dlrover: Nothing new is stored in {scaled.checkpoints} (the workers have ended): "
+        "The storage failed: Not a directory.\n"
+    ) in stderr
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["agent", "all its processes"])
@@ -85,7 +103,8 @@ def test_a_node_that_is_stopped_costs_no_step(run, scaled, whole: bool) -> None:
     assert repeated <= 1, "a step that not all ranks have saved is made again"
     (opened,) = [event.body.reason for event in launch.events_of(events.RoundOpened)][1:]
     # The report on a worker that got the signal, too, may be the first.
-    assert opened == "node 1 leaves: the agent was stopped by SIGTERM" or whole
-    assert len(launch.events_of(events.NodeLost)) == 1
+    (lost,) = launch.events_of(events.NodeLost)
+    why = f"node {lost.body.node} leaves: the agent was stopped by SIGTERM"
+    assert opened == why or whole
     launch.process.send_signal(signal.SIGTERM)
     launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)

@@ -380,6 +380,11 @@ class SimulatedWorkers:
         """Count the order."""
         self.flushes += 1
 
+    async def stored_at_end(self, _patience: float) -> tuple[messages.StoredPlace, ...]:
+        """Store what is in memory."""
+        await asyncio.sleep(self._time.draw(self._program.delays.store))
+        return ()
+
     async def stop(self, _number: int, _grace: float) -> None:
         if self.run is not None:
             self.end_all()
@@ -387,9 +392,7 @@ class SimulatedWorkers:
             await self._node.awake()
 
     async def close(self, _saver_wait: float = 0.0) -> None:
-        """Store what is in memory, if that is ordered."""
-        if self.flushes:
-            await asyncio.sleep(self._time.draw(self._program.delays.store))
+        """Nothing is left to end."""
 
     def end(self, local_rank: int) -> bool:
         """Kill one worker, which is started again; return False if there is none."""

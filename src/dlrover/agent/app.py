@@ -110,6 +110,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
             node_rank=args.node_rank,
             locate=locate,
             notify=None if job_dir.master.exists() else _notify,
+            tell=_notify,
         )
         _handle_ends(agent, launch.signals_to_handle, args.lifeline_fd)
         with contextlib.closing(port):
@@ -117,7 +118,7 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
 
 
 def _notify(line: str) -> None:
-    """Show a line to the user of a machine without the job's master."""
+    """Show a line to the user of this machine."""
     with contextlib.suppress(OSError, ValueError):  # standard error may be closed
         sys.stderr.write(f"dlrover: {line}\n")
         sys.stderr.flush()

@@ -8,8 +8,8 @@ import itertools
 import logging
 import socket
 import threading
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from dlrover._util import procs
 from dlrover.errors import DLRoverError
@@ -61,6 +61,12 @@ async def store_at_end(pids: Iterable[int], stopping: float) -> None:
     await asyncio.gather(*(asyncio.to_thread(_store_at_end, pid, stopping) for pid in pids))
 
 
+async def stored_at_end(pids: Iterable[int], patience: float) -> tuple[StoredPlace, ...]:
+    """Return what became of `store_at_end` once the workers have ended, at most ``patience`` seconds later."""
+    asked = (asyncio.to_thread(_stored_at_end, pid, patience) for pid in sorted(pids))
+    return tuple(await asyncio.gather(*asked))
+
+
 class Holds:
     """Connections to a node's savers: while one is open, a saver stays, and with it the memory, without workers."""
 
@@ -83,12 +89,20 @@ class Holds:
 
 
 def _save_now(pid: int, request: str) -> StoredPlace:
+    return _place(pid, lambda protocol: protocol.SaveNow(request), PATIENCE)
+
+
+def _stored_at_end(pid: int, patience: float) -> StoredPlace:
+    return _place(pid, lambda protocol: protocol.StoredAtEnd(), patience)
+
+
+def _place(pid: int, request: Callable[[Any], protocol.Request], patience: float) -> StoredPlace:
     directory = _options(pid).get("--directory", "")
     try:
         # Its package is an extra, which is installed where a saver runs.
         from dlrover.checkpoint.saver import protocol  # noqa: PLC0415
 
-        reply = _ask(pid, protocol.SaveNow(request), PATIENCE)
+        reply = _ask(pid, request(protocol), patience)
     except (OSError, DLRoverError, ModuleNotFoundError) as error:
         return StoredPlace(directory, problem=f"The saver does not answer: {error}.")
     if not isinstance(reply, protocol.SavedNow):

@@ -26,6 +26,7 @@ from dlrover.errors import DLRoverError, ExitCode, InfrastructureError
 from dlrover.rpc import messages
 from dlrover.rpc.client import MasterClient
 from dlrover.spec.check import CheckOrder, CheckReport
+from dlrover.spec.events import StepStored
 from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.jobdir import AgentConfig
 from dlrover.spec.outcome import Outcome
@@ -68,12 +69,14 @@ class Agent:
         node_rank: int = -1,
         locate: Callable[[], str] | None = None,
         notify: Callable[[str], None] | None = None,
+        tell: Callable[[str], None] = lambda _: None,
         chance: random.Random | None = None,
     ) -> None:
         """Create an agent.
 
         ``locate`` returns the master's current address, if it may change. ``notify`` shows notices about the
         node's waits to the user of this machine; it is needed only on machines without the master.
+        ``tell`` shows this user what became of the steps that were in memory at the end.
         ``chance`` is the source of unique ids and random delays; None: the system's.
         """
         loop = asyncio.get_running_loop()
@@ -95,6 +98,7 @@ class Agent:
         self._heartbeat_interval = settings.limits.heartbeat_interval
         self._waits = Waits(settings.limits, self._clock())
         self._notify = notify
+        self._tell = tell
         self._left: asyncio.Future[Outcome] = loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
         self._flushes: set[asyncio.Task[None]] = set()
@@ -145,7 +149,20 @@ class Agent:
         self._checker.stop()
         await self._workers.stop(signal.SIGTERM, 0.0)
         await self._savers_know()
+        left = self._stores_until - self._clock()
+        if left > 0:
+            for place in await self._workers.stored_at_end(left):
+                self._say_stored(place)
         await self._workers.close(max(savers.WAIT, self._stores_until - self._clock()))
+
+    def _say_stored(self, place: messages.StoredPlace) -> None:
+        """Show the user of this machine what became of the steps that were in memory."""
+        if place.step >= 0 or place.problem:
+            stored = StepStored(
+                place.directory, place.step, "the workers have ended", place.problem
+            )
+            logger.info("%s", stored.sentence())
+            self._tell(stored.sentence())
 
     def abandon(self, exit_code: int, reason: str) -> None:
         """Stop the workers and leave without the master's order."""

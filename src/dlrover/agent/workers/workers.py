@@ -339,6 +339,10 @@ class WorkerGroup:
         stopping = float(self._launch.shutdown_timeout)
         await savers.store_at_end(savers.running(self.orders.place), stopping)
 
+    async def stored_at_end(self, patience: float) -> tuple[StoredPlace, ...]:
+        """Return what became of `store_at_end`, of each directory, once the workers have ended."""
+        return await savers.stored_at_end(savers.running(self.orders.place), patience)
+
     async def devices_busy(self) -> float:
         """Return the share of time in which the workers' accelerators work, 0 to 1; -1 if unknown."""
         used = await self._devices.use(len(self._workers))

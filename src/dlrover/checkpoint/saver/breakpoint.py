@@ -25,7 +25,7 @@ from dlrover.checkpoint.saver import protocol
 from dlrover.checkpoint.saver.ranks import GenerationSlot, RankMemory, Ranks, SaveGroup
 from dlrover.checkpoint.saver.tasks import Task, Tasks
 from dlrover.checkpoint.storage import storage
-from dlrover.checkpoint.storage.stores import Store, join
+from dlrover.checkpoint.storage.stores import Store, join, reason
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ ASKED_PATIENCE = 10.0
 ATTEMPTS = 3
 """Votes on a user's request, as long as the nodes have no save in common."""
 NOTHING_SAVED = "The program has saved nothing to memory yet."
+NO_ANSWER = "The savers of some ranks do not answer."
+NOT_COMMON = "The ranks have no save in common."
 SETTLE = 2.0
 """Seconds that a world's other ranks get, after the first one ends, to complete a save or end."""
 _NOT_COMMON = "Step {} was not stored: its world ended before all ranks had saved it."
@@ -52,9 +54,9 @@ class Break:
     request: str = ""
     """Number of the user's request; empty if the world ended."""
     stored: SaveId | None = None
-    """The save that is stored on request."""
+    """The save that is stored."""
     problem: str = ""
-    """Why nothing is stored on request, in one sentence."""
+    """Why nothing is stored, in one sentence."""
     slots: dict[int, list[GenerationSlot]] = field(default_factory=dict)
     """By rank: its pinned generations."""
     saves: dict[int, tuple[SaveId, ...]] = field(default_factory=dict)
@@ -173,6 +175,8 @@ class Breaks:
             self._changed.wait_for(
                 lambda: not any(t.complete for of in sessions for t in self._tasks.of(of))
             )
+            if ranks:
+                self._note_end(ended)
 
     def pin_own(self, asked: Break) -> None:
         """Pin all that the node's own ranks hold; what is pinned already stays so."""
@@ -184,15 +188,20 @@ class Breaks:
 
     def store_asked(self, asked: Break, ranks: tuple[int, ...]) -> None:
         """Persist some ranks' parts of the save that a user wants, and wait until that is done or has failed."""
-        group, save = asked.group, asked.stored
+        save = asked.stored
         with self._changed:
             if save is not None and ranks:
                 if self._tasks.find(save) is None:
                     self._tasks.add(self._task(asked, save, ranks))
                 self._unpin(asked)
                 self._changed.wait_for(lambda: self._tasks.find(save) is None)
-                if group.stored is None or group.stored < save:
-                    asked.stored, asked.problem = None, group.problems[-1]
+                self._note_end(asked)
+
+    def _note_end(self, done: Break) -> None:
+        """Note whether the save that was to be stored is."""
+        stored, problems = done.group.stored, done.group.problems
+        if done.stored is not None and (stored is None or stored < done.stored):
+            done.stored, done.problem = None, problems[-1]
 
     def _is_cancelling(self, session: int) -> bool:
         return any(task.given_up for task in self._tasks.of(session))
@@ -209,6 +218,9 @@ class Breaks:
         """Remove a world that has been stored, or cannot be."""
         with self._changed:
             self._unpin(ended)
+            if not ended.request:
+                step = -1 if ended.stored is None else ended.stored.step
+                ended.group.at_end = protocol.SavedNow(step, ended.problem)
             self._open.remove(ended)
             self._changed.notify_all()
 
@@ -274,16 +286,18 @@ def complete(votes: Sequence[Vote], world_size: int) -> bool:
     return {rank for vote in votes for rank in vote.ranks} >= set(range(world_size))
 
 
+def common(votes: Sequence[Vote], world_size: int) -> set[SaveId]:
+    """Return the saves that are in memory for all ranks."""
+    held = ({s for vote in votes for s in vote.held.get(rank, ())} for rank in range(world_size))
+    return set.intersection(*held)
+
+
 def decide(votes: Sequence[Vote], world_size: int) -> StoreDecision:
     """Choose the newest save that is in memory for all ranks, unless it is stored already.
 
     A rank's own node writes its part if it holds it, else the first saver that holds a replica does.
     """
-    common: set[SaveId] | None = None
-    for rank in range(world_size):
-        saves = {save for vote in votes for save in vote.held.get(rank, ())}
-        common = saves if common is None else common & saves
-    newest = max(common or (), default=None)
+    newest = max(common(votes, world_size), default=None)
     stored = max((vote.stored for vote in votes if vote.stored is not None), default=None)
     if newest is None or (stored is not None and newest <= stored):
         return StoreDecision(stored, {})
@@ -360,8 +374,8 @@ class Breakpoints:
             try:
                 self._carry_out(ended)
             except OSError as error:
-                logger.error("What is in memory is not stored: %s", error)  # noqa: TRY400
-                ended.problem = f"The storage failed: {error}."
+                ended.stored, ended.problem = None, f"The storage failed: {reason(error)}."
+                logger.error("What is in memory is not stored. %s", ended.problem)  # noqa: TRY400
             finally:
                 self._breaks.finish(ended)
 
@@ -372,6 +386,12 @@ class Breakpoints:
         session, size = ended.group.joined.session, ended.group.joined.world_size
         with self._vote(ended, Ballot(self._store, session)) as votes:
             decision = decide(votes, size)
+            held = any(saves for vote in votes for saves in vote.held.values())
+            if held and not common(votes, size):
+                ended.problem = NOT_COMMON if complete(votes, size) else NO_ANSWER
+                logger.warning("Nothing new is stored from memory: %s", ended.problem)
+            elif held:
+                ended.stored = decision.save
             if decision.save is not None and decision.parts:
                 step = decision.save.step
                 logger.info("The world has ended; step %d is stored from memory", step)
@@ -392,7 +412,7 @@ class Breakpoints:
             with self._vote(asked, ballot) as votes:
                 decision = decide(votes, size)
             if not complete(votes, size):
-                asked.problem = "The savers of some ranks do not answer."
+                asked.problem = NO_ANSWER
                 return
             if decision.save is not None:
                 asked.stored, asked.problem = decision.save, ""
@@ -400,7 +420,7 @@ class Breakpoints:
                 return
             if not any(held for vote in votes for held in vote.held.values()):
                 return
-            asked.problem = "The ranks have no save in common."
+            asked.problem = NOT_COMMON
 
     @contextlib.contextmanager
     def _vote(self, ended: Break, ballot: Ballot) -> Iterator[list[Vote]]:
@@ -419,9 +439,7 @@ class Breakpoints:
         votes = ballot.votes()
         while not complete(votes, size):
             if self._breaks.pause(ended, self._store.poll) or time.monotonic() > until:
-                logger.warning(
-                    "The savers of some ranks of the world do not answer; what is in memory is not stored"
-                )
+                logger.warning("The savers of some ranks of the world are not waited for longer")
                 break
             votes = ballot.votes()
         return votes

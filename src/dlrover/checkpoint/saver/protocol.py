@@ -183,6 +183,13 @@ class StoreAtEnd(SaverMessage, frozen=True):
     """Seconds that other nodes' workers may take to end."""
 
 
+class StoredAtEnd(SaverMessage, frozen=True):
+    """Request of the node's agent, after `StoreAtEnd` and the workers' end; answered by `SavedNow` when that is done.
+
+    The problem is empty if nothing was in memory, or if it is for the saver of rank 0 to say what is stored.
+    """
+
+
 class Goodbye(SaverMessage, frozen=True):
     """Notice that the worker is about to disconnect in good order."""
 
@@ -295,6 +302,7 @@ Request = (
     | Stored
     | SaveNow
     | StoreAtEnd
+    | StoredAtEnd
     | Goodbye
 )
 Reply = (

@@ -102,6 +102,8 @@ class SaveGroup:
     """Sentence about storage that fails or works again; empty once a worker of the node has received it."""
     voted: tuple[SaveId, ...] | None = None
     """Newest save in memory, if any, at this node's last vote on what to store of this world."""
+    at_end: protocol.SavedNow | None = None
+    """What became of that vote."""
 
     def note(self, save: SaveId, problem: str) -> None:
         """Record that a save was stored, or why not if there is a ``problem``."""

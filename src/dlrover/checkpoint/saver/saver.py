@@ -228,7 +228,7 @@ class Saver:
             )
 
 
-_WITHOUT_RANK = protocol.Reserve | protocol.SaveNow | protocol.StoreAtEnd
+_WITHOUT_RANK = protocol.Reserve | protocol.SaveNow | protocol.StoreAtEnd | protocol.StoredAtEnd
 """Requests on connections that are attached to no rank."""
 
 
@@ -305,6 +305,8 @@ class WorkerConnection:
                 return self._reserve(request)
             case protocol.SaveNow():
                 return state.save_now(request.request)
+            case protocol.StoredAtEnd():
+                return state.stored_at_end()
             case protocol.Listen():
                 pem = self._replicas.certify(tls=request.tls)
                 return protocol.Listening(self._replicas.listen(request.host, request.port), pem)

@@ -373,6 +373,17 @@ class SaverState:
             if not any(mine.owner for mine in self._ranks.memories.values()):
                 self.breaks.note(group)
 
+    def stored_at_end(self) -> protocol.SavedNow:
+        """Wait until what `store_at_end` orders is done, once the workers end; return what became of it."""
+        with self._changed:
+            group = self._ranks.group
+            if group is not None:
+                self.breaks.note(group)
+                self._changed.wait_for(lambda: not self.breaks.pending)
+                if group.at_end and (group.at_end.problem or 0 in group.joined.ranks):
+                    return group.at_end
+            return protocol.SavedNow(-1, "")
+
     def verify(self, rank: int, number: int) -> str:
         """Compare a generation with its checksums; return what is wrong with it, or an empty text."""
         with self._changed:

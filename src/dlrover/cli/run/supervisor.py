@@ -203,7 +203,7 @@ class Supervisor:
         def on_signal(number: signal.Signals) -> None:
             if self._lifeline_fd < 0 and not impatient.is_set():
                 second = f"{number.name}: everything is killed now."
-                first = stopping_line(number, patience, storing)
+                first = stopping_line(number, self.master is not None, patience, storing)
                 progress.say(second if interrupted.is_set() else first, self._screen)
             (impatient if interrupted.is_set() else interrupted).set()
             self.stopped_by = self.stopped_by or number
@@ -358,11 +358,12 @@ class Supervisor:
         procs.kill(procs.wait_for_cleaners(CLEANUP_WAIT))
 
 
-def stopping_line(number: signal.Signals, patience: float, storing: float) -> str:
+def stopping_line(number: signal.Signals, whole: bool, patience: float, storing: float) -> str:
     """Return what a first signal does, its time limit, and what a second signal does."""
+    what = "the job is being stopped" if whole else "this node leaves the job"
     again = "press Ctrl-C again" if number is signal.SIGINT else f"send {number.name} again"
     return (
-        f"{number.name}: the job is being stopped. Its workers have {patience:g} s to end (--shutdown-timeout), and "
+        f"{number.name}: {what}. Its workers have {patience:g} s to end (--shutdown-timeout), and "
         f"what they have in memory is stored; after {patience + storing + END_WAIT:g} s everything is killed. "
         f"To kill it now, {again}."
     )
