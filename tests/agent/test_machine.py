@@ -156,6 +156,11 @@ def test_where_a_node_leaves_what_is_in_memory_is_stored(event):
     assert give(joined_again(), event) == [FlushMemory(), after]
 
 
+def test_at_the_end_of_a_job_its_savers_learn_whether_nodes_are_lost():
+    event = Dismiss(STOPPED_JOB, store=True, partial=True)
+    assert give(running(), event) == [FlushMemory(partial=True), StopWorkers()]
+
+
 @pytest.mark.parametrize("store", [True, False])
 def test_a_node_that_is_told_to_end_says_so_and_stores_what_is_in_memory(store):
     notice, flush = Leaving(STOPPED_JOB.reason), [FlushMemory()] if store else []

@@ -631,6 +631,18 @@ def test_savers_that_do_not_answer_are_not_waited_for_longer(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_savers_of_lost_nodes_are_not_waited_for_as_long(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrover.checkpoint.saver.breakpoint.PARTIAL_PATIENCE", 0.1)
+    saver_state = SaverState()
+    own = Worker(saver_state, 0, (0,), size=2)
+    own.save(3)
+    leave(own)
+    saver_state.store_at_end(60.0, partial=True)
+    ended = saver_state.breaks.next()
+    Breakpoints(open_store(tmp_path), saver_state.breaks, 1)._carry_out(ended)
+    assert ended.problem == "The savers of some ranks do not answer."
+
+
 def test_savers_of_nodes_whose_workers_take_long_to_end_are_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("dlrover.checkpoint.saver.breakpoint.VOTE_PATIENCE", 0.0)
     saver_state = SaverState()

@@ -1,8 +1,10 @@
 """Nodes whose agents are told to end from outside while something else is under way."""
 
+import pytest
+
 from dlrover.master.machine import inputs
 from dlrover.master.machine.waiting import waiting_for
-from dlrover.rpc.messages import Leaving
+from dlrover.rpc.messages import Dismiss, Leaving, StopRequest
 from dlrover.spec import events
 from dlrover.spec.check import CheckReport, Component, ProbeResult
 from dlrover.spec.failure import FailureKind
@@ -81,3 +83,13 @@ def test_a_node_that_leaves_is_named_and_its_time_counts_as_shutdown() -> None:
     assert said.startswith("waiting for node 1 (is leaving): 5 s of "), said
     job.give(inputs.NodeDisconnected(1), at=30.0)
     assert job.spent()["shutdown"] - before == 10.0
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_nodes_of_an_ended_job_learn_whether_others_are_lost(lost: bool) -> None:
+    job = JobDriver.launched()
+    if lost:
+        job.give(inputs.NodeExited(1, "its machine is gone"), at=20.0)
+    commands = job.give(StopRequest("enough", 5), at=21.0)
+    dismissals = [c.message for c in commands if isinstance(c, inputs.Say)]
+    assert dismissals == [Dismiss(job.machine.outcome, store=True, partial=lost)] * (3 - lost)

@@ -376,7 +376,7 @@ class SimulatedWorkers:
         self.progressed = progressed
         await asyncio.Event().wait()
 
-    async def store_at_end(self) -> None:
+    async def store_at_end(self, *, partial: bool) -> None:
         """Count the order."""
         self.flushes += 1
 

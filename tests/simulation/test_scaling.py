@@ -60,7 +60,7 @@ def test_a_job_grows_and_shrinks_as_its_user_asks_and_nothing_counts_as_a_fault(
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_savers_that_do_not_answer_keep_no_job_from_shrinking(monkeypatch, fails) -> None:
-    async def store_at_end(_: SimulatedWorkers) -> None:
+    async def store_at_end(_: SimulatedWorkers, *, partial: bool) -> None:
         if fails:
             raise OSError("no such process")
         await asyncio.Event().wait()

@@ -53,12 +53,13 @@ async def save_now(pids: Iterable[int], request: str) -> tuple[StoredPlace, ...]
     return tuple(await asyncio.gather(*asked))
 
 
-async def store_at_end(pids: Iterable[int], stopping: float) -> None:
+async def store_at_end(pids: Iterable[int], stopping: float, *, partial: bool) -> None:
     """Have each saver store the newest save in memory once the workers end; return when all know it.
 
-    The workers have ``stopping`` seconds to end, here and on other nodes.
+    The workers have ``stopping`` seconds to end, here and on other nodes. With ``partial``, some nodes are lost.
     """
-    await asyncio.gather(*(asyncio.to_thread(_store_at_end, pid, stopping) for pid in pids))
+    orders = (asyncio.to_thread(_store_at_end, pid, stopping, partial) for pid in pids)
+    await asyncio.gather(*orders)
 
 
 async def stored_at_end(pids: Iterable[int], patience: float) -> tuple[StoredPlace, ...]:
@@ -110,11 +111,11 @@ def _place(pid: int, request: Callable[[Any], protocol.Request], patience: float
     return StoredPlace(directory, reply.step, reply.problem)
 
 
-def _store_at_end(pid: int, stopping: float) -> None:
+def _store_at_end(pid: int, stopping: float, partial: bool) -> None:
     try:
         from dlrover.checkpoint.saver import protocol  # noqa: PLC0415
 
-        _ask(pid, protocol.StoreAtEnd(stopping), WAIT)
+        _ask(pid, protocol.StoreAtEnd(stopping, partial), WAIT)
     except (OSError, DLRoverError, ModuleNotFoundError) as error:
         logger.warning("What is in memory is not stored: saver %d does not answer: %s", pid, error)
 

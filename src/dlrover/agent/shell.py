@@ -347,10 +347,10 @@ class Agent:
             case messages.StandBy():
                 self._waits.started()
                 self._workers.preload(command.modules)
-            case agent_machine.FlushMemory():
+            case agent_machine.FlushMemory(partial):
                 longest = self._launch.shutdown_timeout + self._limits.release_grace
                 self._stores_until = self._clock() + longest
-                tasks.start(self._workers.store_at_end(), self._flushes)
+                tasks.start(self._workers.store_at_end(partial=partial), self._flushes)
             case agent_machine.StopWorkers():
                 self._stopping = asyncio.create_task(self._stop_workers())
             case messages.Dismiss() if not self._left.done():

@@ -181,6 +181,8 @@ class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
     outcome: Outcome
     store: bool = False
     """True to store what the workers have in memory first, together with the job's other nodes."""
+    partial: bool = False
+    """True if nodes of the world are lost: their savers cannot take part."""
 
 
 class CollectEvidence(msgspec.Struct, frozen=True, tag="collect_evidence"):

@@ -84,6 +84,9 @@ class StopWorkers(msgspec.Struct, frozen=True):
 class FlushMemory(msgspec.Struct, frozen=True):
     """Command: have what the workers have in memory stored once they end, or now if they have ended."""
 
+    partial: bool = False
+    """True if nodes of the world are lost."""
+
 
 Command: TypeAlias = (
     JoinRound
@@ -194,7 +197,7 @@ class AgentMachine:
             case WorkersStopped():
                 return self._workers_stopped()
             case messages.Dismiss():
-                return self._leave(event.outcome, store=event.store)
+                return self._leave(event.outcome, _flush(event.store, partial=event.partial))
             case Abandon():
                 return self._abandon(event)
             case messages.StandBy():
@@ -335,14 +338,13 @@ class AgentMachine:
     def _abandon(self, event: Abandon) -> list[Command]:
         if self.outcome is None:
             self.notice = messages.Leaving(event.outcome.reason)
-            return [self.notice, *self._leave(event.outcome, store=event.store)]
+            return [self.notice, *self._leave(event.outcome, _flush(event.store))]
         return []
 
-    def _leave(self, outcome: Outcome, *, store: bool) -> list[Command]:
+    def _leave(self, outcome: Outcome, flush: list[Command]) -> list[Command]:
         if self.outcome is not None:
             return []
         self.outcome = outcome
-        flush = _flush(store)
         if self.stage is Stage.STOPPING:
             return flush
         if self.world is not None:
@@ -372,8 +374,8 @@ class AgentMachine:
         assert self.stage is not Stage.LEFT or self.outcome is not None, "left without an outcome"
 
 
-def _flush(wanted: bool) -> list[Command]:
-    return [FlushMemory()] if wanted else []
+def _flush(wanted: bool, *, partial: bool = False) -> list[Command]:
+    return [FlushMemory(partial)] if wanted else []
 
 
 def _same(order: CheckOrder, other: CheckOrder | CheckReport) -> bool:

@@ -334,10 +334,13 @@ class WorkerGroup:
         """Have the newest memory checkpoint of each directory stored; return what became of it."""
         return await savers.save_now(savers.running(self.orders.place), request)
 
-    async def store_at_end(self) -> None:
-        """Have the newest memory checkpoint of each directory stored once the workers end."""
+    async def store_at_end(self, *, partial: bool) -> None:
+        """Have the newest memory checkpoint of each directory stored once the workers end.
+
+        With ``partial``, nodes of the world are lost, and their savers with them.
+        """
         stopping = float(self._launch.shutdown_timeout)
-        await savers.store_at_end(savers.running(self.orders.place), stopping)
+        await savers.store_at_end(savers.running(self.orders.place), stopping, partial=partial)
 
     async def stored_at_end(self, patience: float) -> tuple[StoredPlace, ...]:
         """Return what became of `store_at_end`, of each directory, once the workers have ended."""

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 VOTE_PATIENCE = 30.0
 """Seconds to wait for the votes of other savers, which may notice the end of the world later."""
+PARTIAL_PATIENCE = 10.0
+"""The same where nodes of the world are lost: the others have stopped their workers long since."""
 _PLACE = ".breakpoint."
 _VOTE, _DONE = ".vote", ".done"
 ASKED_PATIENCE = 10.0
@@ -434,8 +436,9 @@ class Breakpoints:
 
     def _collect(self, ballot: Ballot, ended: Break) -> list[Vote]:
         size = ended.group.joined.world_size
-        patience = ASKED_PATIENCE if ended.request else VOTE_PATIENCE + ended.group.stopping
-        until = time.monotonic() + patience
+        group = ended.group
+        patience = PARTIAL_PATIENCE if group.partial else VOTE_PATIENCE + group.stopping
+        until = time.monotonic() + (ASKED_PATIENCE if ended.request else patience)
         votes = ballot.votes()
         while not complete(votes, size):
             if self._breaks.pause(ended, self._store.poll) or time.monotonic() > until:

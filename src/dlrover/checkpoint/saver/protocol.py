@@ -181,6 +181,8 @@ class StoreAtEnd(SaverMessage, frozen=True):
 
     stopping: float = 0.0
     """Seconds that other nodes' workers may take to end."""
+    partial: bool = False
+    """True if nodes of the world are lost, and their savers with them."""
 
 
 class StoredAtEnd(SaverMessage, frozen=True):

@@ -92,6 +92,8 @@ class SaveGroup:
     """True if the newest save in memory is to be stored once the workers end, however they do."""
     stopping: float = 0.0
     """Seconds that other nodes' workers may take to end then."""
+    partial: bool = False
+    """True if nodes of the world are lost by then, and their savers with them."""
     problems: list[str] = field(default_factory=list)
     """Sentences about saves that were not stored, with the reasons."""
     stored: SaveId | None = None

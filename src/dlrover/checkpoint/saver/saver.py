@@ -336,8 +336,8 @@ class WorkerConnection:
                 self._state.keep(self._rank, request.save)
             case protocol.PassOver():
                 self._state.pass_over(self._rank, request.save, written=request.written)
-            case protocol.StoreAtEnd(stopping):
-                self._state.store_at_end(stopping)
+            case protocol.StoreAtEnd(stopping, partial):
+                self._state.store_at_end(stopping, partial=partial)
             case protocol.Goodbye():
                 self._goodbye = True
 

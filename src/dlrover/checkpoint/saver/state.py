@@ -360,16 +360,16 @@ class SaverState:
             asked = self.breaks.ask(request)
         return protocol.SavedNow(asked.stored.step if asked.stored else -1, asked.problem)
 
-    def store_at_end(self, stopping: float = 0.0) -> None:
+    def store_at_end(self, stopping: float = 0.0, *, partial: bool = False) -> None:
         """Store the newest save in memory, together with the world's other savers, once the workers end.
 
-        Other nodes' workers may take ``stopping`` seconds for it.
+        Other nodes' workers may take ``stopping`` seconds for it. With ``partial``, some nodes are lost.
         """
         with self._changed:
             group = self._ranks.group
             if group is None:
                 return
-            group.store_at_end, group.stopping = True, stopping
+            group.store_at_end, group.stopping, group.partial = True, stopping, partial
             if not any(mine.owner for mine in self._ranks.memories.values()):
                 self.breaks.note(group)
 

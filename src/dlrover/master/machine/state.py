@@ -189,6 +189,8 @@ class JobState:
     incident: Incident | None = None
     #: set once, when the job ends
     outcome: Outcome | None = None
+    #: True if nodes of the last world were lost when the job ended
+    partial: bool = False
     #: commands of the input that is being handled
     commands: list[inputs.Command] = field(default_factory=list)
     rendezvous: Rendezvous = field(init=False)
@@ -288,6 +290,8 @@ class JobState:
             seconds=now - self.submitted_at,
             job_dir=self.job_dir,
         )
+        members = (self.nodes[i] for i in self.rendezvous.members)
+        self.partial = any(node.status is NodeStatus.LOST for node in members)
         self.emit(events.JobEnded(int(exit_code), reason))
         for node in self.nodes.values():
             if node.status.final:
@@ -302,7 +306,9 @@ class JobState:
     def dismissal(self) -> Dismiss:
         """Order for a node to leave an ended job; unless that succeeded, what is in memory is stored first."""
         assert self.outcome is not None
-        return Dismiss(self.outcome, store=self.outcome.exit_code != ExitCode.SUCCESS)
+        return Dismiss(
+            self.outcome, store=self.outcome.exit_code != ExitCode.SUCCESS, partial=self.partial
+        )
 
     def validate(self) -> None:
         """Check the invariants; raise AssertionError on the first broken one."""
