@@ -127,12 +127,14 @@ def test_the_savers_of_a_stopped_agent_have_the_time_that_workers_elsewhere_may_
         waits.append(saver_wait)
 
     monkeypatch.setattr(SimulatedWorkers, "close", close)
-    cluster = started(job(3, 3, managed=True), seed=1, delays=Delays(stop=(0.1, 1.0)))
+    cluster = started(
+        job(3, 3, managed=True), seed=1, delays=Delays(stop=(0.1, 1.0), store=(0.1, 0.2))
+    )
     spec = cluster.machine.job
     longest = spec.shutdown_timeout + spec.limits.release_grace
     cluster.stop_agent(cluster.nodes[0])
     settle(cluster)
-    assert [longest - 1.1 < wait < longest for wait in waits] == [True]
+    assert [longest - 1.3 < wait < longest for wait in waits] == [True]
 
 
 @pytest.mark.parametrize("managed", [True, False])
