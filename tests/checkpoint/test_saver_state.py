@@ -738,6 +738,22 @@ def test_the_agent_learns_what_became_of_the_memory_of_workers_that_ended(tmp_pa
         assert at_end(saver_state) == said, "it is asked again"
 
 
+@pytest.mark.parametrize("problem", ["", "The disk is full."])
+def test_the_agent_learns_what_became_of_a_step_that_an_earlier_world_was_storing(
+    tmp_path, problem
+):
+    saver_state = voting(tmp_path)
+    before = Worker(saver_state, 0)
+    before.save(1, to_storage=True)
+    leave(before)
+    after = Worker(saver_state, 0, session=2)
+    saver_state.keep(0, before.id(1))
+    saver_state.store_at_end()
+    leave(after)
+    until(lambda: [*tmp_path.rglob("*.vote")], 5)
+    assert at_end(saver_state, problem) == protocol.SavedNow(-1 if problem else 1, problem)
+
+
 def test_the_agent_learns_that_the_storage_takes_no_votes(tmp_path):
     (tmp_path / "file").touch()
     saver_state = voting(tmp_path / "file")

@@ -1,4 +1,4 @@
-"""Nodes whose agents are told to end from outside while something else is under way."""
+"""Nodes whose agents shut down while something else is under way."""
 
 import pytest
 

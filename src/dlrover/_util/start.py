@@ -14,6 +14,8 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 """Directory of the package's directory."""
+MASTER, AGENT, SAVER = "dlrover.master", "dlrover.agent", "dlrover.checkpoint.saver.saver"
+"""Modules of a job's processes. Workers start the checkpoint saver, which outlives them and holds their generations."""
 
 
 def command(module: str) -> list[str]:

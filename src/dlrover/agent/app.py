@@ -109,8 +109,8 @@ async def _serve(job_dir: JobDir, env: dict[str, str], args: argparse.Namespace)
             node_id=args.node_id,
             node_rank=args.node_rank,
             locate=locate,
-            notify=None if job_dir.master.exists() else _notify,
-            tell=_notify,
+            notify=_notify,
+            shows_waits=not job_dir.master.exists(),
         )
         _handle_ends(agent, launch.signals_to_handle, args.lifeline_fd)
         with contextlib.closing(port):

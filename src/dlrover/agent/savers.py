@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from dlrover._util import procs
+from dlrover._util.start import AGENT, SAVER
 from dlrover.errors import DLRoverError
 from dlrover.rpc.messages import StoredPlace
 
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SAVER = "dlrover.checkpoint.saver.saver"
-"""Module of the checkpoint saver: workers start it, it outlives them and holds their generations."""
-AGENT = "dlrover.agent"
-"""Module of an agent."""
 WAIT = 5.0
 """Seconds that a saver gets to end with its agent: a supervisor does not wait much longer for its agent."""
 PATIENCE = 600.0

@@ -68,15 +68,15 @@ class Agent:
         node_id: int = -1,
         node_rank: int = -1,
         locate: Callable[[], str] | None = None,
-        notify: Callable[[str], None] | None = None,
-        tell: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str], None] = lambda _: None,
+        shows_waits: bool = False,
         chance: random.Random | None = None,
     ) -> None:
         """Create an agent.
 
-        ``locate`` returns the master's current address, if it may change. ``notify`` shows notices about the
-        node's waits to the user of this machine; it is needed only on machines without the master.
-        ``tell`` shows this user what became of the steps that were in memory at the end.
+        ``locate`` returns the master's current address, if it may change. ``notify`` shows lines to the user of
+        this machine: at the end, what became of the steps that were in memory, and with ``shows_waits`` what the
+        node waits for, which the machine with the master shows by itself.
         ``chance`` is the source of unique ids and random delays; None: the system's.
         """
         loop = asyncio.get_running_loop()
@@ -97,8 +97,7 @@ class Agent:
         self._outgoing: asyncio.Queue[messages.AgentMessage] | None = None
         self._heartbeat_interval = settings.limits.heartbeat_interval
         self._waits = Waits(settings.limits, self._clock())
-        self._notify = notify
-        self._tell = tell
+        self._notify, self._shows_waits = notify, shows_waits
         self._left: asyncio.Future[Outcome] = loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
         self._flushes: set[asyncio.Task[None]] = set()
@@ -162,7 +161,7 @@ class Agent:
                 place.directory, place.step, "the workers have ended", place.problem
             )
             logger.info("%s", stored.sentence())
-            self._tell(stored.sentence())
+            self._notify(stored.sentence())
 
     def abandon(self, exit_code: int, reason: str) -> None:
         """Stop the workers and leave without the master's order."""
@@ -253,7 +252,7 @@ class Agent:
     def _show(self, line: str) -> None:
         if line:
             logger.info("%s", line)
-        if line and self._notify is not None:
+        if line and self._shows_waits:
             self._notify(line)
 
     def _say(self, message: messages.AgentMessage) -> None:

@@ -53,7 +53,7 @@ class LocalPlatform:
     @classmethod
     async def create(cls, setup: Setup) -> LocalPlatform:
         """Create the platform that starts its nodes from the master's job directory."""
-        command = [*start.command("dlrover.agent"), "--job-dir", str(setup.job_dir)]
+        command = [*start.command(start.AGENT), "--job-dir", str(setup.job_dir)]
         pass_fds = []
         if setup.lifeline_fd >= 0:
             command += ["--lifeline-fd", str(setup.lifeline_fd)]

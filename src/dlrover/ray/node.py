@@ -18,7 +18,6 @@ import ray
 
 from dlrover import config
 from dlrover._util import files, procs, start
-from dlrover.agent.savers import SAVER
 from dlrover.ray import cluster, places
 from dlrover.ray.machine import job as jobs
 from dlrover.spec.jobdir import JobDir, MasterAddress
@@ -137,7 +136,7 @@ class NodeActor:
     def _start(self, node_id: int, node_rank: int) -> None:
         """Start the agent; the master's address is known by now."""
         files.write_atomically(self._dir.agent, msgspec.json.encode(self._role.agent))
-        command = [*start.command("dlrover.agent"), "--job-dir", str(self._dir.path)]
+        command = [*start.command(start.AGENT), "--job-dir", str(self._dir.path)]
         command += ["--node-id", str(node_id), "--node-rank", str(node_rank)]
         command += ["--lifeline-fd", str(self._lifeline.read_fd)]
         shown = subprocess.PIPE if self._job.foreground else None
@@ -165,7 +164,7 @@ class NodeActor:
         code = process.wait()
         reason = procs.exit_reason(-code if code < 0 else code << 8)
         # The saver stays: the node's replacement on this machine finds the memory checkpoints there.
-        procs.end_orphans(procs.running(SAVER), DRAIN_WAIT)
+        procs.end_orphans(procs.running(start.SAVER), DRAIN_WAIT)
         self._sent.wait(DRAIN_WAIT)
         self._reason = f"its agent ended: {reason}"
         self._ended.set()

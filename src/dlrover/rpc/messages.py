@@ -77,9 +77,10 @@ class Succeeded(msgspec.Struct, frozen=True, tag="succeeded"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Notice that the agent was told to end, for instance by a signal: it stops its workers and leaves."""
+    """Notice that the agent shuts down, for instance on a signal: it stops its workers and leaves."""
 
     reason: str
+    """One sentence."""
 
 
 class Evidence(msgspec.Struct, frozen=True, tag="evidence"):

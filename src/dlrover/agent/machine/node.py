@@ -53,7 +53,7 @@ class WorkersStopped(msgspec.Struct, frozen=True):
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """Input: this node was told to end from outside, for instance by a signal."""
+    """Input: this node shuts down without the master's order, for instance on a signal."""
 
     outcome: Outcome
     store: bool
@@ -146,7 +146,7 @@ class AgentMachine:
     report: CheckReport | None = None
     #: set once the node must leave
     outcome: Outcome | None = None
-    #: what the master is told if the node leaves without its order
+    #: said to each master if the node leaves without an order
     notice: messages.Leaving | None = None
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from dlrover._util import procs, tasks
+from dlrover._util import procs, start, tasks
 from dlrover.agent import savers
 from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence
@@ -383,7 +383,7 @@ class WorkerGroup:
                 "Worker %d (pid %d) did not end %g s after SIGKILL: it hangs in the kernel",
                 worker.rank, worker.pid, KILL_WAIT,
             )  # fmt: skip
-        procs.end_orphans(self._own_pids() | procs.running(savers.SAVER), KILL_WAIT)
+        procs.end_orphans(self._own_pids() | procs.running(start.SAVER), KILL_WAIT)
         procs.wait_for_cleaners(CLEANUP_WAIT)
         if self._logs is not None:
             self._logs.stop()

@@ -170,15 +170,14 @@ class Breaks:
                 if save is None or task.save > save or other:
                     self._tasks.cancel(task, _NOT_COMMON.format(task.step))
             self._changed.wait_for(lambda: not self._is_cancelling(session))
-            if save is not None and ranks and self._tasks.find(save) is None:
-                self._tasks.add(self._task(ended, save, ranks))
+            stored = self._begin(ended, save, ranks) if save is not None and ranks else None
             self._unpin(ended)
             sessions = {session} if save is None else {session, save.session}
             self._changed.wait_for(
                 lambda: not any(t.complete for of in sessions for t in self._tasks.of(of))
             )
-            if ranks:
-                self._note_end(ended)
+            if stored is not None and stored.problem:
+                ended.stored, ended.problem = None, stored.problem
 
     def pin_own(self, asked: Break) -> None:
         """Pin all that the node's own ranks hold; what is pinned already stays so."""
@@ -193,17 +192,19 @@ class Breaks:
         save = asked.stored
         with self._changed:
             if save is not None and ranks:
-                if self._tasks.find(save) is None:
-                    self._tasks.add(self._task(asked, save, ranks))
+                task = self._begin(asked, save, ranks)
                 self._unpin(asked)
                 self._changed.wait_for(lambda: self._tasks.find(save) is None)
-                self._note_end(asked)
+                if task.problem:
+                    asked.stored, asked.problem = None, task.problem
 
-    def _note_end(self, done: Break) -> None:
-        """Note whether the save that was to be stored is."""
-        stored, problems = done.group.stored, done.group.problems
-        if done.stored is not None and (stored is None or stored < done.stored):
-            done.stored, done.problem = None, problems[-1]
+    def _begin(self, ended: Break, save: SaveId, ranks: tuple[int, ...]) -> Task:
+        """Return the task that persists a save; it may be under way since the program asked for it."""
+        task = self._tasks.find(save)
+        if task is None:
+            task = self._task(ended, save, ranks)
+            self._tasks.add(task)
+        return task
 
     def _is_cancelling(self, session: int) -> bool:
         return any(task.given_up for task in self._tasks.of(session))

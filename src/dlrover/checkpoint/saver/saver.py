@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrover import config
-from dlrover._util import procs, sockets
+from dlrover._util import procs, sockets, start
 from dlrover.checkpoint.machine import policies
 from dlrover.checkpoint.machine.policies import Policy
 from dlrover.checkpoint.saver import protocol
@@ -45,9 +45,6 @@ STARVING_PATIENCE = 30.0
 BREAKPOINT_PATIENCE = 120.0
 """Seconds to wait for other nodes' parts of a step that the savers agreed to persist at the world's end."""
 
-
-AGENT = "dlrover.agent"
-"""Module of an agent, which is the parent of the savers of its workers."""
 BACKLOG = 1 << 10
 """Maximum number of worker connections that wait to be accepted."""
 
@@ -386,9 +383,9 @@ def _stop_on_order(saver: Saver) -> None:
     A machine that shuts down, and Slurm, send the signal to every process. An agent then orders what is to be stored
     and ends its savers itself: they pass over what others send.
     """
-    while True:
+    while True:  # an agent is the parent of its workers' savers
         sender, parent = signal.sigwaitinfo([signal.SIGTERM]).si_pid, os.getppid()
-        if sender == parent or not procs.running(AGENT, [parent]):
+        if sender == parent or not procs.running(start.AGENT, [parent]):
             saver.stop()
 
 

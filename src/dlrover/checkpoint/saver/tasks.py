@@ -26,6 +26,8 @@ class Task:
     """Mark file if it is given up: the program asked for it, a user did, or the world ended."""
     given_up: str = ""
     """Cancellation reason; empty while active."""
+    problem: str = ""
+    """Why the save was not stored; empty until then, and if it was."""
 
     elsewhere: set[int] = field(default_factory=set)
     """Ranks among these whose workers write their parts themselves."""
@@ -183,6 +185,7 @@ class Tasks:
             return
         for slot in task.slots.values():
             slot.unpin()
+        task.problem = problem
         task.group.note(task.save, problem)
         self._changed.notify_all()
 

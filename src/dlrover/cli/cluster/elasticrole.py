@@ -34,7 +34,7 @@ from dlrover.kubernetes.resources.types import ElasticJob, Manifest
 from dlrover.master.journal.history import History, known_before
 from dlrover.roles.client import load_config
 from dlrover.rpc.client import MasterClient
-from dlrover.spec.job import JobSpec
+from dlrover.spec.job import JobSpec, Limits
 from dlrover.spec.jobdir import JobDir, MasterAddress, MasterConfig
 from dlrover.spec.outcome import Outcome
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 RETRY = 0.5
 """Seconds between attempts to reach the API server or a master, and between looks at what is to go."""
-STOP_WAIT = 180.0
+STOP_WAIT = 60.0 + Limits().release_grace
 """Seconds beyond its role's shutdown time-out in which a stopped role may end by itself; then it is deleted."""
 GONE_WAIT = 90.0
 """Seconds for the pods of an earlier start to go, before the next start no longer waits for them."""

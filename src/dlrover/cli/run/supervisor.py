@@ -151,7 +151,7 @@ class Supervisor:
 
     def add_master(self) -> None:
         """Run the job's master here."""
-        self.master = self._child("master", "dlrover.master", self._job_dir.outcome, [])
+        self.master = self._child("master", start.MASTER, self._job_dir.outcome, [])
 
     def add_link_to_ray(self) -> None:
         """Run the process that stands for the master, which runs in a Ray cluster."""
@@ -176,7 +176,7 @@ class Supervisor:
         """
         arguments = ["--node-rank", str(node_rank), "--node-id", str(node_id)]
         arguments += ["--outcome", str(self._job_dir.left)]
-        self.agent = self._child("agent", "dlrover.agent", self._job_dir.left, arguments)
+        self.agent = self._child("agent", start.AGENT, self._job_dir.left, arguments)
         if node_id >= 0:
             reason = f"The agent of node {node_id} died."
             self.agent.last_resort = Outcome(exit_code=ExitCode.INFRASTRUCTURE, reason=reason)
@@ -352,7 +352,7 @@ class Supervisor:
         if self._showing is not None:
             self._showing.kill()
             self._showing.wait()
-        procs.end_in_order(procs.running(savers.SAVER), savers.WAIT)  # savers of a killed agent
+        procs.end_in_order(procs.running(start.SAVER), savers.WAIT)  # savers of a killed agent
         for pid in procs.end_orphans((), KILL_WAIT):
             logger.error("Process %d hangs in the kernel and could not be ended", pid)
         procs.kill(procs.wait_for_cleaners(CLEANUP_WAIT))

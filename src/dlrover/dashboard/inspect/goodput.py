@@ -223,6 +223,3 @@ class Amounts:
     def __call__(self, seconds: float) -> str:
         """Return ``12.3 s`` or ``1.2 h``."""
         return f"{seconds / 3600:,.2f} h" if self._hours else f"{seconds:,.1f} s"
-
-
-# ---- files

@@ -187,7 +187,7 @@ class Rendezvous:
         # Survivors may take their whole shutdown timeout to stop their workers.
         stopping = self.job.shutdown_timeout if self.fixed else 0.0
         until = max(self.last_join_at, self.resumed_at) + quiet + stopping
-        if self.leaving & self.missing:  # the next workers may load what they persist
+        if not self.leaving.isdisjoint(self.missing):  # the next workers may load what they persist
             until = max(until, self.opened_at + stopping + self.job.limits.release_grace)
         return until
 
@@ -209,7 +209,7 @@ class Rendezvous:
         if not self.usable(joined).nodes:
             return False
         full = joined.workers >= self.most.workers and joined.servers >= self.most.servers
-        if full and not (self.leaving & self.missing):
+        if full and self.leaving.isdisjoint(self.missing):
             return True
         return (self.fixed and not self.missing) or now >= self.quiet_until()
 

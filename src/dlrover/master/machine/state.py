@@ -183,8 +183,8 @@ class JobState:
     succeeded: int = 0
     #: when a disconnected node counts as lost; only for nodes that are neither connected nor final
     lost_at: Deadlines = field(default_factory=Deadlines)
-    #: nodes whose agents were told to end from outside, and when they count as lost in any case
-    departing: dict[int, float] = field(default_factory=dict)
+    #: nodes whose agents shut down by themselves, as on SIGTERM, and when they count as lost in any case
+    departing: Deadlines = field(default_factory=Deadlines)
     progress: StepProgress = field(default_factory=StepProgress)
     incident: Incident | None = None
     #: set once, when the job ends
@@ -233,7 +233,7 @@ class JobState:
         return self.is_instance(node) or self.is_spare(node)
 
     def leaves(self, node_id: int) -> bool:
-        """Return whether a node is on its way out: it is drained, or its agent was told to end from outside."""
+        """Return whether a node is on its way out: it is drained, or its agent shuts down."""
         return node_id in self.departing or node_id in self.scaling.leaving
 
     @property

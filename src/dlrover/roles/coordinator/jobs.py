@@ -34,8 +34,6 @@ CONNECT_PAUSE = 0.2
 """Seconds between attempts to reach the master of a role's job, which may be starting."""
 SERVE = "dlrover.roles.runtime.serve"
 """Module that runs the objects and functions of roles."""
-AGENT = "dlrover.agent"
-"""What the command lines of agents have in them."""
 TEMPLATE, PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:"
 MOST_NAME = 48
 """Characters of the names of job and role in the name of a role's job on a cluster."""
@@ -205,7 +203,7 @@ class RoleJobs:
 
     def workers(self, name: str, node: int) -> list[int]:
         """Return the worker processes of a node of the role's job; -1: of all its nodes."""
-        words = {"--job-dir", str(directory_of(self._job_dir, name).path), AGENT}
+        words = {"--job-dir", str(directory_of(self._job_dir, name).path), start.AGENT}
         parents = {pid: procs.parent(pid) for pid in procs.pids()}
         commands = {pid: procs.command(pid) for pid in parents}
         agents = {

@@ -35,6 +35,7 @@ from dlrover.roles.spec import RoleKind, RolesConfig
 from dlrover.rpc.messages import Done, StatusRequest, StopRequest
 from dlrover.rpc.server import Server
 from dlrover.spec import events
+from dlrover.spec.job import Limits
 from dlrover.spec.jobdir import JobDir
 from dlrover.spec.outcome import Outcome
 
@@ -59,7 +60,7 @@ OF_ROLES = (
 )
 """Events of a role's own job that are shown without asking."""
 
-LAUNCHER_WAIT = 210.0
+LAUNCHER_WAIT = 90.0 + Limits().release_grace
 """Seconds beyond a role's shutdown time-out after which its launcher is killed; one that is well gives up earlier."""
 
 

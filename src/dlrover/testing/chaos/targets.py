@@ -11,10 +11,9 @@ from typing import TypeVar
 import psutil
 
 from dlrover._util import procs
+from dlrover._util.start import AGENT, MASTER, SAVER
 from dlrover.agent.workers.zygotes import ZYGOTE
 from dlrover.errors import InfrastructureError
-
-MASTER, AGENT, SAVER = "dlrover.master", "dlrover.agent", "dlrover.checkpoint.saver.saver"
 
 Candidate = TypeVar("Candidate")
 

@@ -169,9 +169,9 @@ class Recovery:
             self.rounds.grow_soon(now)
 
     def depart(self, node: Node, reason: str, now: float) -> None:
-        """Stop all workers because a node was told to end from outside, and have what is in memory stored with it.
+        """Stop all workers because a node's agent shuts down, and have what is in memory stored with it.
 
-        The node is lost once it has ended. Ranks that go on without lost ones do so, and nothing is stored.
+        The node is lost once the agent has ended. Ranks that go on without lost ones do so, and nothing is stored.
         """
         state, rdzv = self.state, self.state.rendezvous
         holds = node.has_run and not (node.status.final or state.is_outside(node))
