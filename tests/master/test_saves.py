@@ -89,3 +89,20 @@ def test_a_request_that_is_lost_with_its_stream_keeps_no_other_one_waiting(seed)
     cluster.stop()
     cluster.run_until(lambda: cluster.machine.outcome is not None)
     assert save("late").sentence == "The job has ended: stopped"
+
+
+def test_each_end_is_recorded_once_for_each_directory_and_step():
+    machine = SimpleNamespace(rendezvous=SimpleNamespace(last_round=1))
+    recorded: list[StepStored] = []
+    saves = UserSaves(machine, lambda *_: None, recorded.append)
+    full = StoredPlace("/a", -1, "The disk is full.")
+    saves.answered(1, MemoryStored("", (full, StoredPlace("/b", 7))))
+    saves.answered(2, MemoryStored("", (full,)))
+    machine.rendezvous.last_round = 2
+    saves.answered(1, MemoryStored("", (full,)))
+    assert [(event.directory, event.step) for event in recorded] == [
+        ("/a", -1),
+        ("/b", 7),
+        ("/a", -1),
+    ]
+    assert recorded[0].reason == "the workers have ended"

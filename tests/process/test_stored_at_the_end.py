@@ -9,6 +9,7 @@ import pytest
 from dlrover.checkpoint.storage import storage
 from dlrover.checkpoint.storage.stores import open_store
 from dlrover.errors import ExitCode
+from dlrover.rpc.messages import WORKERS_ENDED
 from dlrover.spec import events
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(180)]
@@ -74,6 +75,8 @@ def test_a_stopped_job_stores_the_step_that_it_was_at(run, scaled, how: str) -> 
     assert stored >= scaled.done()[-1] - 1, "a step that not all ranks had saved is lost"
     said = f"dlrover: Step {stored} is stored in {scaled.checkpoints}: the workers have ended.\n"
     assert stderr.count(said) == 1
+    (recorded,) = launch.events_of(events.StepStored)
+    assert recorded.body == events.StepStored(str(scaled.checkpoints), stored, WORKERS_ENDED)
 
 
 def test_a_stopped_job_tells_why_it_stores_nothing(run, scaled) -> None:
@@ -87,6 +90,8 @@ def test_a_stopped_job_tells_why_it_stores_nothing(run, scaled) -> None:
         f"dlrover: Nothing new is stored in {scaled.checkpoints} (the workers have ended): "
         "The storage failed: Not a directory.\n"
     ) in stderr
+    (recorded,) = launch.events_of(events.StepStored)
+    assert recorded.body.problem == "The storage failed: Not a directory."
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["agent", "all its processes"])
@@ -106,5 +111,7 @@ def test_a_node_that_is_stopped_costs_no_step(run, scaled, whole: bool) -> None:
     (lost,) = launch.events_of(events.NodeLost)
     why = f"node {lost.body.node} leaves: the agent was stopped by SIGTERM"
     assert opened == why or whole
+    (recorded,) = launch.events_of(events.StepStored)
+    assert recorded.body.step == int(scaled.starts()[-1][1])
     launch.process.send_signal(signal.SIGTERM)
     launch.end_with(ExitCode.SIGNAL_BASE + signal.SIGTERM)

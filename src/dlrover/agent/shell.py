@@ -103,6 +103,8 @@ class Agent:
         self._flushes: set[asyncio.Task[None]] = set()
         self._stores_until = 0.0
         """Until when the savers may store what is in memory: after the last order for it."""
+        self._storing: asyncio.Task[None] | None = None
+        """Waits for what they store after this order; None until the workers have ended."""
         self._news = asyncio.Event()
         """Set when a heartbeat may be due earlier than expected."""
         self._listed = b""
@@ -148,20 +150,20 @@ class Agent:
         self._checker.stop()
         await self._workers.stop(signal.SIGTERM, 0.0)
         await self._savers_know()
-        left = self._stores_until - self._clock()
-        if left > 0:
-            for place in await self._workers.stored_at_end(left):
-                self._say_stored(place)
+        await (self._storing or self._say_stored())
         await self._workers.close(max(savers.WAIT, self._stores_until - self._clock()))
 
-    def _say_stored(self, place: messages.StoredPlace) -> None:
-        """Show the user of this machine what became of the steps that were in memory."""
-        if place.step >= 0 or place.problem:
-            stored = StepStored(
-                place.directory, place.step, "the workers have ended", place.problem
-            )
+    async def _say_stored(self) -> None:
+        """Wait for what savers store once the workers have ended; show it to the user of this machine and the master."""
+        left = self._stores_until - self._clock()
+        places = await self._workers.stored_at_end(left) if left > 0 else ()
+        known = tuple(place for place in places if place.step >= 0 or place.problem)
+        for place in known:
+            stored = StepStored(place.directory, place.step, messages.WORKERS_ENDED, place.problem)
             logger.info("%s", stored.sentence())
             self._notify(stored.sentence())
+        if known:
+            self._say(messages.MemoryStored("", known))
 
     def abandon(self, exit_code: int, reason: str) -> None:
         """Stop the workers and leave without the master's order."""
@@ -348,7 +350,7 @@ class Agent:
                 self._workers.preload(command.modules)
             case agent_machine.FlushMemory(partial):
                 longest = self._launch.shutdown_timeout + self._limits.release_grace
-                self._stores_until = self._clock() + longest
+                self._stores_until, self._storing = self._clock() + longest, None
                 tasks.start(self._workers.store_at_end(partial=partial), self._flushes)
             case agent_machine.StopWorkers():
                 self._stopping = asyncio.create_task(self._stop_workers())
@@ -406,6 +408,7 @@ class Agent:
             number = signal.Signals(requested)
         await self._savers_know()
         await self._workers.stop(number, self._launch.shutdown_timeout)
+        self._storing = asyncio.create_task(self._say_stored())
         self._handle(agent_machine.WorkersStopped())
 
     async def _savers_know(self) -> None:

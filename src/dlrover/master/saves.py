@@ -55,15 +55,28 @@ class UserSaves:
         self._say = say
         self._submit = submit
         self._requests: dict[str, _Request] = {}
+        self._ends: set[tuple[int, str, int]] = set()
+        """By last round and directory, the steps that are recorded as stored as workers ended; -1 for a problem."""
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[messages.ScaleReply]] = set()
 
     def answered(self, node_id: int, message: messages.MemoryStored) -> None:
         """Process what became of a save on a node."""
+        if not message.id:
+            self._note_end(message.places)
         request = self._requests.get(message.id)
         if request is not None and node_id in request.awaited:
             request.places += message.places
             self._forget(request, node_id)
+
+    def _note_end(self, places: Iterable[messages.StoredPlace]) -> None:
+        """Record what was stored as workers ended; each directory has one problem, whichever nodes have it."""
+        round_ = self._machine.rendezvous.last_round
+        for event in outcomes(places, (), messages.WORKERS_ENDED):
+            end = round_, event.directory, event.step
+            if end not in self._ends:
+                self._ends.add(end)
+                self._submit(event)
 
     def greeted(self, node_id: int) -> None:
         """Note that a node has a new stream: the request or the answer may be lost with the one before."""

@@ -107,10 +107,15 @@ class StoredPlace(msgspec.Struct, frozen=True, array_like=True):
     """Why none is, in one sentence."""
 
 
+WORKERS_ENDED = "the workers have ended"
+"""Why savers store steps without a user's request."""
+
+
 class MemoryStored(msgspec.Struct, frozen=True, tag="memory_stored"):
     """The answer to `StoreMemory`: a place for each saver of the node; none if its workers save nothing to memory."""
 
     id: str
+    """That of the `StoreMemory`; empty for what became of the steps in memory once the workers had ended."""
     places: tuple[StoredPlace, ...]
 
 

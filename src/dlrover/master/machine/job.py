@@ -458,5 +458,10 @@ class JobMachine:
 
 
 _AFTER_THE_END = (
-    inputs.MasterStarted | inputs.NodePlaced | inputs.NodeExited | Hello | inputs.NodeDisconnected
+    inputs.MasterStarted
+    | inputs.NodePlaced
+    | inputs.NodeExited
+    | Hello
+    | inputs.NodeDisconnected
+    | events.StepStored
 )

@@ -55,7 +55,7 @@ class MasterAdopted(msgspec.Struct, frozen=True, tag="master_adopted"):
 
 
 class StepStored(msgspec.Struct, frozen=True, tag="step_stored"):
-    """The newest memory checkpoint was to be stored, as a user asked for."""
+    """The newest memory checkpoint was to be stored, as a user asked for or as the workers ended."""
 
     directory: str
     step: int
