@@ -5,8 +5,8 @@ import random
 import pytest
 
 from dlrover.master.machine import inputs
+from dlrover.master.machine.deadlines import Deadlines
 from dlrover.master.machine.job import JobMachine
-from dlrover.master.machine.state import Deadlines
 from dlrover.rpc.messages import Hello
 from dlrover.spec.job import JobSpec
 

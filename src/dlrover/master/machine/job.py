@@ -87,8 +87,8 @@ class JobMachine:
         checked = self.checks.deadline()  # a round pauses while its nodes are checked
         times = [checked or self.rendezvous.deadline(), self.autoscaling.deadline()]
         times += [self.rounds.grow_at, self.resizer.places_at, self.spares.deadline()]
-        times += [self.state.lost_at.earliest(), self.state.departing.earliest()]
-        times += self.scaling.leaving.values()
+        state = self.state
+        times += [of.earliest() for of in (state.lost_at, state.departing, state.scaling.leaving)]
         times += (migration.until for _, migration in self.fleet.coming())
         if self.adoption.pending:
             times.append(self.adoption.deadline)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import heapq
 import math
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from dlrover.errors import ExitCode
 from dlrover.master.machine import inputs
 from dlrover.master.machine.adoption import Adoption
 from dlrover.master.machine.checks.checking import Checks
+from dlrover.master.machine.deadlines import Deadlines
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable, other_failures
 from dlrover.master.machine.membership import Membership
 from dlrover.master.machine.recovery.faults import Faults
@@ -26,28 +26,6 @@ from dlrover.spec.failure import Failure, FailureKind
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import TRANSITIONS, NodeStatus, is_spare
 from dlrover.spec.outcome import Outcome
-
-
-class Deadlines(dict[int, float]):
-    """Times by node id. Set them with ``deadlines[node] = time`` only; remove them with `pop`.
-
-    The earliest is asked for after every input: a search would cost the return of n nodes n * n steps.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._heap: list[tuple[float, int]] = []
-        """Every time that was set; those that no longer hold are dropped once they come first."""
-
-    def __setitem__(self, node: int, at: float) -> None:
-        heapq.heappush(self._heap, (at, node))
-        super().__setitem__(node, at)
-
-    def earliest(self) -> float | None:
-        """Return the earliest time; None if there is none."""
-        while self._heap and self.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
 
 
 @dataclass

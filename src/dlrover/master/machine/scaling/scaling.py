@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from dlrover.master.machine import inputs
+from dlrover.master.machine.deadlines import Deadlines
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import (
     FIRST_SERVER,
@@ -59,7 +60,7 @@ class Scaling:
     #: True while the actual nodes may differ from the wanted ones
     due: bool = False
     #: nodes that drain, and when each is given up if it has not left
-    leaving: dict[int, float] = field(default_factory=dict)
+    leaving: Deadlines = field(default_factory=Deadlines)
     #: wanted spares, beside the nodes of all roles
     spares: int = field(init=False)
 
