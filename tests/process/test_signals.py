@@ -79,7 +79,7 @@ def test_a_second_signal_kills_at_once(run, out: Path, second: signal.Signals) -
     first, rest = stderr.split("\n", 1)
     assert first == (
         "dlrover: SIGINT: the job is being stopped. Its workers have 600 s to end (--shutdown-timeout), "
-        "and what they have in memory is stored; after 780 s everything is killed. To kill it now, press Ctrl-C again."
+        "and any checkpoint that is in memory only is stored; after 780 s everything is killed. To kill it now, press Ctrl-C again."
     )
     killed = (
         f"dlrover: {second.name}: everything is killed now.\nThe job was killed after SIGINT.\n"

@@ -364,7 +364,7 @@ def stopping_line(number: signal.Signals, whole: bool, patience: float, storing:
     again = "press Ctrl-C again" if number is signal.SIGINT else f"send {number.name} again"
     return (
         f"{number.name}: {what}. Its workers have {patience:g} s to end (--shutdown-timeout), and "
-        f"what they have in memory is stored; after {patience + storing + END_WAIT:g} s everything is killed. "
+        f"any checkpoint that is in memory only is stored; after {patience + storing + END_WAIT:g} s everything is killed. "
         f"To kill it now, {again}."
     )
 
