@@ -166,7 +166,10 @@ def test_a_node_that_is_told_to_end_says_so_and_stores_what_is_in_memory(store):
     notice, flush = Leaving(STOPPED_JOB.reason), [FlushMemory()] if store else []
     machine = running()
     assert give(machine, Abandon(STOPPED_JOB, store)) == [notice, *flush, StopWorkers()]
-    assert give(machine, Abandon(DONE, store), Dismiss(DONE, store=True)) == []
+    assert give(machine, Abandon(DONE, store)) == []
+    later = [] if store else [FlushMemory()]
+    assert give(machine, Dismiss(DONE, store=True)) == later, "the whole job is stopped, too"
+    assert give(machine, Dismiss(DONE, store=True)) == []
     assert give(machine, welcome(2)) == [notice], "a master that has just come does not know"
     assert give(machine, WorkersStopped()) == [Dismiss(STOPPED_JOB)]
     assert give(agent(), Abandon(STOPPED_JOB, store)) == [notice, *flush, Dismiss(STOPPED_JOB)]

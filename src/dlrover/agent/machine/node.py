@@ -146,6 +146,8 @@ class AgentMachine:
     report: CheckReport | None = None
     #: set once the node must leave
     outcome: Outcome | None = None
+    #: True once what the workers have in memory is to be stored before it leaves
+    stores: bool = False
     #: said to each master if the node leaves without an order
     notice: messages.Leaving | None = None
 
@@ -197,7 +199,7 @@ class AgentMachine:
             case WorkersStopped():
                 return self._workers_stopped()
             case messages.Dismiss():
-                return self._leave(event.outcome, _flush(event.store, partial=event.partial))
+                return self._leave(event.outcome, event.store, partial=event.partial)
             case Abandon():
                 return self._abandon(event)
             case messages.StandBy():
@@ -338,12 +340,14 @@ class AgentMachine:
     def _abandon(self, event: Abandon) -> list[Command]:
         if self.outcome is None:
             self.notice = messages.Leaving(event.outcome.reason)
-            return [self.notice, *self._leave(event.outcome, _flush(event.store))]
+            return [self.notice, *self._leave(event.outcome, event.store)]
         return []
 
-    def _leave(self, outcome: Outcome, flush: list[Command]) -> list[Command]:
+    def _leave(self, outcome: Outcome, store: bool, *, partial: bool = False) -> list[Command]:
+        flush = _flush(store and not self.stores, partial=partial)
+        self.stores = self.stores or store
         if self.outcome is not None:
-            return []
+            return flush
         self.outcome = outcome
         if self.stage is Stage.STOPPING:
             return flush
