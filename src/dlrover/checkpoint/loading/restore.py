@@ -7,6 +7,7 @@ can be restored as two, or whole.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -274,6 +275,7 @@ class Restoration:
                 state = self._reused(value.state_dict(), saved)
             else:
                 state = self._filled(saved, copy=False)
+            state = _with_versions(value, state)
         elif isinstance(value, torch.optim.Optimizer):
             state = self._reused(self._live[id(value)], saved)
         else:
@@ -330,6 +332,16 @@ def _overwrite(pending: list[tuple[torch.Tensor, int]], tensors: Sequence[torch.
     if pending:
         targets, contents = zip(*((t, tensors[i]) for t, i in pending), strict=True)
         overwrite(targets, contents)
+
+
+def _with_versions(module: torch.nn.Module, state: dict[str, Any]) -> OrderedDict[str, Any]:
+    """Return a module's state with the versions of its parts: a part converts a state that seems to be older."""
+    versioned = OrderedDict(state)
+    versioned._metadata = {  # type: ignore[attr-defined]  # noqa: SLF001 - where PyTorch keeps them
+        name: {"version": part._version}  # noqa: SLF001
+        for name, part in module.named_modules(remove_duplicate=False)
+    }
+    return versioned
 
 
 def _has_load_hooks(module: torch.nn.Module) -> bool:
