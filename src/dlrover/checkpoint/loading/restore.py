@@ -384,9 +384,9 @@ class StateReading:
     def _tensor(self, index: int) -> Any:
         spec = self._specs[index]
         if self.wanted[index] is None:
-            return torch.zeros((), dtype=DTYPES[spec.dtype]).expand(spec.shape)
+            return torch.zeros((), dtype=DTYPES[spec.dtype], device="cpu").expand(spec.shape)
         part = spec.part
-        made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+        made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="cpu")
         if made.numel():
             self._pending.append((made, index))
         return made if part is None else Shard(made, part.whole, part.at, part.owner)
