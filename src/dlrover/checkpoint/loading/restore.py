@@ -90,6 +90,8 @@ class Restoration:
         self._tree = {key: item for key, item in tree.items() if key not in except_for}
         self._live: dict[int, Any] = {}
         """State of optimizers, and of objects with spread tensors, by object id."""
+        self._modules: list[tuple[torch.nn.Module, Any]] = []
+        """Modules of the state, each with its saved tree."""
         self._models: dict[int, Any] = {}
         """The live tensors that saved ones overwrite or imitate, by index."""
         self._tensors: Sequence[torch.Tensor] = ()
@@ -131,6 +133,17 @@ class Restoration:
     def _used(self) -> set[int]:
         return {ref.index for ref in _refs(self._tree)}
 
+    @functools.cached_property
+    def varying(self) -> set[int]:
+        """Tensors of modules that may differ between ranks: all but parameters, such as running means."""
+        return {
+            ref.index
+            for module, saved in self._modules
+            for key in saved.keys()
+            - {key for key, _ in module.named_parameters(remove_duplicate=False)}
+            for ref in _refs(saved[key])
+        }
+
     def _match(self, value: Any, saved: Any, path: Path) -> None:
         """Compare live and saved state before any change, as far as the live state allows."""
         if isinstance(value, torch.Tensor | Spread):
@@ -165,6 +178,8 @@ class Restoration:
         """Note how an object's tensors are spread now, if that can matter."""
         is_module = isinstance(value, torch.nn.Module)
         is_optimizer = isinstance(value, torch.optim.Optimizer)
+        if is_module and isinstance(saved, dict):
+            self._modules.append((value, saved))
         spread = any(self._specs[ref.index].part is not None for ref in _refs(saved))
         if is_module and not spread:
             spread = any(isinstance(item, DTensor) for item in value.parameters())
@@ -363,6 +378,7 @@ class StateReading:
     ) -> None:
         self._tree, self._specs = tree, specs
         self.needs_ranks = False
+        self.varying: set[int] = set()
         self.state: State = {}
         self._pending: list[tuple[torch.Tensor, int]] = []
         chosen = tree if keys is None else {k: item for k, item in tree.items() if k in keys}
