@@ -1,3 +1,5 @@
+from collections import Counter
+
 import msgspec
 import pytest
 from hypothesis import given, strategies as st
@@ -12,7 +14,12 @@ scalars = (
 keys = st.text() | st.integers(-(2**63), 2**63 - 1)
 trees = st.recursive(
     scalars,
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(keys, inner)
+        | st.dictionaries(keys, inner).map(Counter)
+    ),
     max_leaves=20,
 )
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from dlrover.checkpoint import Checkpointer
+from dlrover.checkpoint.engine import tree
 from dlrover.checkpoint.loading.plan import LoadRequest, RankState, restoring
 from dlrover.checkpoint.loading.restore import in_place
 from dlrover.checkpoint.machine.layout import encode, pack
+from dlrover.errors import ConfigurationError
 
 pytestmark = pytest.mark.torch
 
@@ -72,3 +74,31 @@ def test_equal_tensors_do_not_make_one_rank_enough() -> None:
     prepare = in_place({"nested": [{"one": Collecting()}], "step": 0}, ())
     request = LoadRequest({0: skeleton(10)}, base=0, moved=True, complete=True, size=2)
     assert restoring(prepare, request) is None
+
+
+def normalization(mean: float, weight: float = 1.0) -> RankState:
+    module = torch.nn.BatchNorm1d(2)
+    with torch.no_grad():
+        module.running_mean.fill_(mean)
+        module.weight.fill_(weight)
+    flat = tree.flatten({"norm": module})
+    sums = [hash(str(tensor.tolist())) for tensor in flat.tensors]
+    return RankState(tree.specs(flat), encode(flat.packed), sums)
+
+
+@pytest.mark.parametrize("base", [0, 1])
+def test_buffers_may_differ_between_ranks_when_another_number_of_ranks_loads(base: int) -> None:
+    prepare = in_place({"norm": torch.nn.BatchNorm1d(2)}, ())
+    ranks = {rank: normalization(mean=float(rank)) for rank in range(2)}
+    planned = restoring(prepare, LoadRequest(ranks, base, moved=True, complete=True, size=2))
+    assert planned is not None
+    pieces = {planned.tensors[piece.entry].path[-1]: piece.rank for piece in planned.pieces}
+    assert pieces["running_mean"] == base
+    assert set(pieces) == set(torch.nn.BatchNorm1d(2).state_dict())
+
+
+def test_parameters_may_not_differ_between_ranks_when_another_number_of_ranks_loads() -> None:
+    prepare = in_place({"norm": torch.nn.BatchNorm1d(2)}, ())
+    ranks = {rank: normalization(0.0, weight=float(rank)) for rank in range(2)}
+    with pytest.raises(ConfigurationError, match=r"Each rank saved another tensor norm\.weight"):
+        restoring(prepare, LoadRequest(ranks, 0, moved=True, complete=True, size=2))

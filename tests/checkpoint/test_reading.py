@@ -90,3 +90,29 @@ def test_a_module_is_read_in_place_unless_it_changes_what_it_loads(hooked):
     expected = content.t() if hooked else content
     assert torch.equal(module.weight, expected)
     assert getattr(saved, "filled", []) == ([] if hooked else [0])
+
+
+class Converting(torch.nn.Module):
+    """A module of the second version, which converts a state of the first."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest: object) -> None:
+        if metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = -state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", [Saved, list], ids=["read in place", "copied"])
+def test_a_module_that_converts_older_states_loads_its_own_unchanged(kind):
+    module = torch.nn.Sequential(Converting())
+    state = {"module": module}
+    flat = tree.flatten(state)
+    skeleton = layouts.decode(layouts.encode(flat.packed))
+    Restoration(state, skeleton, tree.specs(flat)).run(kind([torch.arange(3.0)]))
+    assert torch.equal(module[0].weight, torch.arange(3.0))

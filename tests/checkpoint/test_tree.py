@@ -96,6 +96,32 @@ def test_tensors_are_restored_in_place_and_nothing_refers_to_the_buffer():
     assert not moment.any()
 
 
+def test_a_scheduler_that_counts_continues_as_the_saved_one():
+    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        schedules = torch.optim.lr_scheduler
+        parts = [
+            schedules.ConstantLR(optimizer, 0.1, 2),
+            schedules.MultiStepLR(optimizer, [1, 1, 3], 0.5),
+        ]
+        return schedules.SequentialLR(optimizer, parts, [2])
+
+    def steps(state: dict, count: int) -> list[float]:
+        rates = []
+        for _ in range(count):
+            state["optimizer"].step()
+            state["scheduler"].step()
+            rates += state["scheduler"].get_last_lr()
+        return rates
+
+    states = []
+    for _ in range(2):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        states.append({"optimizer": optimizer, "scheduler": scheduler(optimizer)})
+    steps(states[0], 1)
+    restore(states[1], *saved(Copier(), states[0]))
+    assert steps(states[1], 6) == steps(states[0], 6)
+
+
 def test_tied_weights_are_kept_once():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     model[1].weight = model[0].weight

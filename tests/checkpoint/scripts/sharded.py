@@ -123,12 +123,14 @@ state = {
     "step": STEPS if verb == "save" else 0,
     "rng": torch.Generator().manual_seed(rank).get_state(),
 }
+torch.set_default_device("meta")  # as programs do that run on an accelerator
 checkpointer = Checkpointer(directory, linger=60.0, local=("rng",))
 if verb == "save":
     checkpointer.save(STEPS, state, to="storage" if where == "storage" else "memory")
     checkpointer.wait()
 else:
     record = checkpointer.load(state)
+    torch.set_default_device("cpu")
     assert record is not None
     assert record.step == STEPS == state["step"]
     assert record.source == where, record

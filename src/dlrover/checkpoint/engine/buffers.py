@@ -66,7 +66,7 @@ def _neighbours(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
 def view(data: memoryview, tensor: TensorSpec) -> torch.Tensor:
     """Return the tensor whose bytes are ``data``."""
     if not data:
-        return torch.empty(tensor.shape, dtype=tree.DTYPES[tensor.dtype])
+        return torch.empty(tensor.shape, dtype=tree.DTYPES[tensor.dtype], device="cpu")
     flat = torch.frombuffer(data, dtype=torch.uint8)
     return flat.view(tree.DTYPES[tensor.dtype]).view(tensor.shape)
 
@@ -82,7 +82,7 @@ def joined(
     """Return a tensor made of pieces that are read one by one; a single piece is not copied."""
     if len(pieces) == 1 and pieces[0][0].shape == shape:
         return pieces[0][1]()
-    whole = torch.empty(shape, dtype=tree.DTYPES[dtype])
+    whole = torch.empty(shape, dtype=tree.DTYPES[dtype], device="cpu")
     for box, read in pieces:
         whole[box.target] = read()
     return whole

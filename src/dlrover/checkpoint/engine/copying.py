@@ -294,7 +294,7 @@ def _comparison(tensors: list[torch.Tensor]) -> _Comparison | None:
 @functools.cache
 def _comparison_sees_all() -> bool:
     """Return whether this version of PyTorch has a comparison that tells apart all that `_kind` does."""
-    tensor = torch.zeros(2, 2, dtype=torch.complex64)
+    tensor = torch.zeros(2, 2, dtype=torch.complex64, device="cpu")
     negative = torch._neg_view(tensor)  # noqa: SLF001
     # Each differs in one thing.
     others = [tensor.conj(), negative, tensor.T, tensor[:1], tensor.view(torch.float64)]

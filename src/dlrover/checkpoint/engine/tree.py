@@ -174,7 +174,7 @@ def local_part(value: Spread, path: Path = ()) -> torch.Tensor:
     if len(shards) > 1:
         raise ConfigurationError(f"The tensor {name(path)} has {len(shards)} shards on this rank.")
     if not shards:
-        return torch.empty(_nothing_of(tuple(value.size())), dtype=value.dtype)
+        return torch.empty(_nothing_of(tuple(value.size())), dtype=value.dtype, device="cpu")
     return shards[0].tensor
 
 
@@ -216,9 +216,10 @@ def _extent_of_dtensor(value: DTensor, path: Path) -> Extent:
         raise ConfigurationError(f"The tensor {name(path)} is a partial sum on each rank.")
     if mesh.get_coordinate() is None:
         raise ConfigurationError(f"This rank has no part of the tensor {name(path)}.")
-    shape, at = compute_local_shape_and_global_offset(whole, mesh, value.placements)
-    if any(not isinstance(p, Placement | Replicate) for p in value.placements):
-        _check_contiguous(value, shape, at, path)
+    with torch.device("cpu"):  # by default, it may calculate on an accelerator
+        shape, at = compute_local_shape_and_global_offset(whole, mesh, value.placements)
+        if any(not isinstance(p, Placement | Replicate) for p in value.placements):
+            _check_contiguous(value, shape, at, path)
     return Extent(whole, tuple(at), tuple(shape))
 
 

@@ -74,7 +74,7 @@ class TorchWorld:
         """Return every rank's 64-bit integers, by rank; all ranks must give the same number. Collective."""
         if self.size == 1:
             return [list(values)]
-        mine = torch.tensor(values, dtype=torch.int64)
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         return [tensor.tolist() for tensor in self._gather(mine)]
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -82,7 +82,7 @@ class TorchWorld:
         if self.size == 1:
             return [data]
         sizes = [size for (size,) in self.exchange([len(data)])]
-        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         every = self._gather(mine)
         return [tensor[:size].numpy().tobytes() for tensor, size in zip(every, sizes, strict=True)]

@@ -100,7 +100,7 @@ def _receive(
     if number >= len(incoming):
         return None
     nbytes = sum(_nbytes(piece, itemsize) for piece in incoming[number])
-    data = torch.empty(nbytes, dtype=torch.uint8)
+    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     dist.recv(data, group=world.group, group_src=sender)
     return data
 

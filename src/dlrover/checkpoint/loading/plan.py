@@ -111,7 +111,7 @@ def _from_anybody(
         has = tensor.extent
         if need is None:
             needed.append([])
-        elif need == has and not request.moved:
+        elif need == has and (not request.moved or index in restoration.varying):
             needed.append([_entire(request.base, index, has)])
         else:
             if tensor.part is None:

@@ -7,6 +7,7 @@ can be restored as two, or whole.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -89,6 +90,8 @@ class Restoration:
         self._tree = {key: item for key, item in tree.items() if key not in except_for}
         self._live: dict[int, Any] = {}
         """State of optimizers, and of objects with spread tensors, by object id."""
+        self._modules: list[tuple[torch.nn.Module, Any]] = []
+        """Modules of the state, each with its saved tree."""
         self._models: dict[int, Any] = {}
         """The live tensors that saved ones overwrite or imitate, by index."""
         self._tensors: Sequence[torch.Tensor] = ()
@@ -130,6 +133,17 @@ class Restoration:
     def _used(self) -> set[int]:
         return {ref.index for ref in _refs(self._tree)}
 
+    @functools.cached_property
+    def varying(self) -> set[int]:
+        """Tensors of modules that may differ between ranks: all but parameters, such as running means."""
+        return {
+            ref.index
+            for module, saved in self._modules
+            for key in saved.keys()
+            - {key for key, _ in module.named_parameters(remove_duplicate=False)}
+            for ref in _refs(saved[key])
+        }
+
     def _match(self, value: Any, saved: Any, path: Path) -> None:
         """Compare live and saved state before any change, as far as the live state allows."""
         if isinstance(value, torch.Tensor | Spread):
@@ -164,6 +178,8 @@ class Restoration:
         """Note how an object's tensors are spread now, if that can matter."""
         is_module = isinstance(value, torch.nn.Module)
         is_optimizer = isinstance(value, torch.optim.Optimizer)
+        if is_module and isinstance(saved, dict):
+            self._modules.append((value, saved))
         spread = any(self._specs[ref.index].part is not None for ref in _refs(saved))
         if is_module and not spread:
             spread = any(isinstance(item, DTensor) for item in value.parameters())
@@ -274,6 +290,7 @@ class Restoration:
                 state = self._reused(value.state_dict(), saved)
             else:
                 state = self._filled(saved, copy=False)
+            state = _with_versions(value, state)
         elif isinstance(value, torch.optim.Optimizer):
             state = self._reused(self._live[id(value)], saved)
         else:
@@ -332,6 +349,16 @@ def _overwrite(pending: list[tuple[torch.Tensor, int]], tensors: Sequence[torch.
         overwrite(targets, contents)
 
 
+def _with_versions(module: torch.nn.Module, state: dict[str, Any]) -> OrderedDict[str, Any]:
+    """Return a module's state with the versions of its parts: a part converts a state that seems to be older."""
+    versioned = OrderedDict(state)
+    versioned._metadata = {  # type: ignore[attr-defined]  # noqa: SLF001 - where PyTorch keeps them
+        name: {"version": part._version}  # noqa: SLF001
+        for name, part in module.named_modules(remove_duplicate=False)
+    }
+    return versioned
+
+
 def _has_load_hooks(module: torch.nn.Module) -> bool:
     """Return True if hooks may change a state before loading; it must then not use the module's memory."""
     return any(part._load_state_dict_pre_hooks for part in module.modules())  # noqa: SLF001
@@ -351,6 +378,7 @@ class StateReading:
     ) -> None:
         self._tree, self._specs = tree, specs
         self.needs_ranks = False
+        self.varying: set[int] = set()
         self.state: State = {}
         self._pending: list[tuple[torch.Tensor, int]] = []
         chosen = tree if keys is None else {k: item for k, item in tree.items() if k in keys}
@@ -372,9 +400,9 @@ class StateReading:
     def _tensor(self, index: int) -> Any:
         spec = self._specs[index]
         if self.wanted[index] is None:
-            return torch.zeros((), dtype=DTYPES[spec.dtype]).expand(spec.shape)
+            return torch.zeros((), dtype=DTYPES[spec.dtype], device="cpu").expand(spec.shape)
         part = spec.part
-        made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+        made = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="cpu")
         if made.numel():
             self._pending.append((made, index))
         return made if part is None else Shard(made, part.whole, part.at, part.owner)

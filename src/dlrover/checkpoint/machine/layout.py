@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes per element of each supported tensor type, by torch's names."""
 
-_TUPLE, _TENSOR, _INTEGER = 1, 2, 3
+_TUPLE, _TENSOR, _INTEGER, _COUNTER = 1, 2, 3, 4
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _INT64 = range(-(2**63), 2**64)
 
@@ -200,7 +201,9 @@ def pack(
             if type(key) is not str:
                 _check_key(key, path)
             packed[key] = pack(item, (*path, key), leaf, whole)
-        return packed
+        return (
+            packed if kind is not Counter else msgspec.msgpack.Ext(_COUNTER, encode(packed, path))
+        )
     if kind is list or kind is tuple:
         _check_depth(path)
         items = [pack(item, (*path, index), leaf, whole) for index, item in enumerate(value)]
@@ -257,7 +260,9 @@ def replace_refs(tree: Any, replace: Callable[[TensorRef, Path], Any], path: Pat
     if isinstance(tree, TensorRef):
         return replace(tree, path)
     if isinstance(tree, dict):
-        return {key: replace_refs(item, replace, (*path, key)) for key, item in tree.items()}
+        return type(tree)(
+            {key: replace_refs(item, replace, (*path, key)) for key, item in tree.items()}
+        )
     if isinstance(tree, list | tuple):
         return type(tree)(replace_refs(item, replace, (*path, i)) for i, item in enumerate(tree))
     return tree
@@ -280,6 +285,7 @@ def _unpack(code: int, data: memoryview) -> Any:
         return TensorRef(int.from_bytes(data, "big"))
     if code == _INTEGER:
         return int(bytes(data))
-    if code == _TUPLE:
-        return tuple(msgspec.msgpack.decode(data, ext_hook=_unpack, strict=False))
+    kind = {_TUPLE: tuple, _COUNTER: Counter}.get(code)
+    if kind is not None:
+        return kind(msgspec.msgpack.decode(data, ext_hook=_unpack, strict=False))
     raise ValueError(f"unknown extension {code}")

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,8 @@ def _tagged(tree: Any, tensors: Sequence[str]) -> Any:
     if isinstance(tree, dict):
         items = [(key, _tagged(item, tensors)) for key, item in tree.items()]
         plain = all(isinstance(key, str) and not key.startswith("$") for key in tree)
-        return dict(items) if plain else {"$dict": items}
+        tag = "$counter" if isinstance(tree, Counter) else "$dict"
+        return dict(items) if plain and tag == "$dict" else {tag: items}
     if isinstance(tree, list | tuple):
         inner = [_tagged(item, tensors) for item in tree]
         return inner if isinstance(tree, list) else {"$tuple": inner}
@@ -153,6 +155,7 @@ def _untagged(value: Any, tensors: Mapping[str, Any]) -> Any:
     read: dict[str, Callable[[Any], Any]] = {
         "$tensor": lambda it: tensors[it],
         "$dict": lambda it: {key: _untagged(item, tensors) for key, item in it},
+        "$counter": lambda it: Counter(dict(it)),
         "$tuple": lambda it: tuple(_untagged(item, tensors) for item in it),
         "$bytes": base64.b64decode,
         "$float": float,

@@ -196,7 +196,7 @@ def _dcp_tensor(reader: Any, metadata: Any, key: str) -> LazyTensor:
     same = tuple((at.relative_path, at.offset) for at in places if at is not None)
 
     def run() -> torch.Tensor:
-        target = torch.empty(whole, dtype=DTYPES[dtype])
+        target = torch.empty(whole, dtype=DTYPES[dtype], device="cpu")
         _ItemReading(reader, metadata, key, target).run()
         return target
 
