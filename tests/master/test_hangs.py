@@ -269,6 +269,8 @@ def test_the_wait_for_a_rank_that_does_not_end_is_told_with_its_limit():
     assert job.detector.waiting_for(job.now) == ""
 
 
+    words = "waiting for threads of programs that have ended: 9 s"
+    assert job.detector.waiting_for(job.now + 9) == words
 def test_ranks_without_an_answer_are_what_the_others_wait_for():
     job = Job()
     job.report(*all_doing(181))

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,6 +159,26 @@ def test_a_rank_that_leaves_before_the_others_is_why_they_fail(run) -> None:
         code=ExitCode.USER_CODE,
         evidence="^rank 0 ended without an error$",
         next="Let all ranks call equal collectives",
+    )
+    check_screen(stderr, expected)
+
+
+def test_a_program_that_fails_while_a_thread_of_it_goes_on_is_explained(run) -> None:
+    program = """
+        import threading, time
+        threading.Thread(target=time.sleep, args=(3600,)).start()
+        {}["x"]
+    """
+    script = run.directory / "lingers.py"
+    script.write_text(textwrap.dedent(program))
+    launch = run("--shutdown-timeout=1", script)
+    _, stderr = launch.end_with(ExitCode.USER_CODE, timeout=20)
+    expected = Expected(
+        title="rank 0 raised KeyError",
+        fault=USER,
+        code=ExitCode.USER_CODE,
+        evidence=r"lingers.py:\d+: in <module>",
+        next=r"Correct the program at lingers.py:\d+",
     )
     check_screen(stderr, expected)
 

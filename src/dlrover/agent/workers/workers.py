@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
@@ -65,6 +66,10 @@ class Worker:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     unwanted: bool = False
     """True if it is to end at once."""
+    failed_at: float = 0.0
+    """Monotonic time at which an error was seen to have ended its program; 0.0: none was."""
+    lingered: bool = False
+    """True if it was killed because threads went on after that."""
 
 
 class WorkerGroup:
@@ -224,11 +229,27 @@ class WorkerGroup:
             if steps and steps != before:
                 progressed()
                 self._release_savers()
+            self._end_lingering()
             if self._launch.survive:
                 self._end_stopped()
             if time.monotonic() - reaped_at > REAP_INTERVAL:
                 reaped_at = time.monotonic()
                 self._reap()
+
+    def _end_lingering(self) -> None:
+        """Kill workers whose programs have failed and whose threads do not end: the other ranks wait for them."""
+        now = time.monotonic()
+        for worker in self._workers.values():
+            if worker.status is not None or not self._board.failed(worker.local_rank):
+                continue
+            worker.failed_at = worker.failed_at or now
+            if now - worker.failed_at > self._launch.shutdown_timeout and not worker.lingered:
+                worker.lingered = True
+                logger.warning(
+                    "The program of worker %d (pid %d) failed %d s ago, but threads of it go on; it is killed",
+                    worker.rank, worker.pid, self._launch.shutdown_timeout,
+                )  # fmt: skip
+                procs.kill_group(worker.pid)
 
     def _end_stopped(self) -> None:
         """Kill workers that were stopped and keep the others waiting."""
@@ -250,6 +271,8 @@ class WorkerGroup:
 
     def _exited(self, id_: int, status: int, start_problem: str) -> None:
         worker = self._by_id.pop(id_)
+        if worker.lingered and os.WIFSIGNALED(status):
+            status = 1 << 8  # as the interpreter leaves after an error
         worker.status = status
         worker.ended_at = time.monotonic_ns()
         worker.ended.set()
@@ -297,7 +320,8 @@ class WorkerGroup:
         for local_rank, worker in sorted(self._workers.items()):
             ended = worker.status is not None
             at = worker.ended_at if ended else now
-            activity = self._board.activity(local_rank, at, ended=ended)
+            over = ended or self._board.finished(local_rank) or self._board.failed(local_rank)
+            activity = self._board.activity(local_rank, at, ended=over)
             if activity is None and local_rank in self._away:
                 activity = _STARTING_AGAIN
             if activity is None:

@@ -213,11 +213,14 @@ class HangDetector:
     def waiting_for(self, now: float) -> str:
         """Return which ranks have not ended although others have, for how long, and the limit; empty if none."""
         living = {rank: worker for rank, worker in self.workers.items() if not worker.ended}
-        waited = min((worker.since for worker in living.values()), default=0.0)
+        awaited = living or self.workers
+        waited = min((worker.since for worker in awaited.values()), default=0.0)
         waited += max(0.0, now - self.reported_at)
-        if not living or len(living) == len(self.workers) or waited < SHORT_END:
+        if not awaited or len(living) == len(self.workers) or waited < SHORT_END:
             return ""
         limit = max(
+        if not living:
+            return f"waiting for threads of programs that have ended: {waited:.0f} s"
             self.limit(kind) for kind in {Activity.EVAL, *(w.doing for w in living.values())}
         )
         ended = counted(len(self.workers) - len(living), "rank")
