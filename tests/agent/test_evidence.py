@@ -126,3 +126,12 @@ def test_the_evidence_of_hundreds_of_workers_is_one_message(
     assert all("characters left out" in one.text for one in found)
     sent = wire.encode(messages.Evidence(1, 1, tuple(found)))
     assert len(sent) < wire.MAX_MESSAGE_BYTES
+
+
+def test_the_last_exception_that_ended_a_thread_is_found_in_standard_error():
+    first, last = (
+        "Exception in thread A:\nKeyError: 1\n",
+        "Exception in thread B:\nKeyError: 2\nmore",
+    )
+    assert evidence.thread_error("step 3\n" + first + last) == last
+    assert evidence.thread_error("step 3\nKeyError: 1") == ""

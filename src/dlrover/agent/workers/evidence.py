@@ -29,6 +29,10 @@ CHILDREN_TIME = 5.0
 """Seconds after which no further child process of a worker is asked for its stacks."""
 QUIET_TIME = 0.1
 """Seconds without new bytes after which the stacks count as complete."""
+THREAD_ENDED = "Exception in thread "
+"""The interpreter's words before the traceback of an exception that ends a thread."""
+THREAD_TEXT = 4096
+"""Characters kept of the exception that ended a thread, and of what follows it."""
 ALL_TEXT, ALL_FRAMES = 1 << 20, 8192
 """Characters and frames of all workers of a node: their evidence is one message."""
 _STOPPED = ("T", "t")
@@ -74,6 +78,12 @@ def flight_record(env: Mapping[str, str], rank: int) -> str:
         if path.exists():
             return str(path)
     return ""
+
+
+def thread_error(stderr: str) -> str:
+    """Return the part of a standard error from the last exception that ended a thread; empty without one."""
+    begin = stderr.rfind(THREAD_ENDED)
+    return stderr[begin : begin + THREAD_TEXT] if begin >= 0 else ""
 
 
 # ---- the process

@@ -348,11 +348,16 @@ class WorkerGroup:
                 local_rank=worker.local_rank,
                 activity=dict(enumerate(activities)).get(worker.local_rank),
                 flight_record=evidence.flight_record(self._base_env, worker.rank),
+                thread_error=self._thread_error(worker.local_rank),
                 busy=used[worker.local_rank].busy if worker.local_rank in used else -1,
                 moving=used[worker.local_rank].moving if worker.local_rank in used else -1,
             )
             for worker, one in zip(running, seen, strict=True)
         )
+
+    def _thread_error(self, local_rank: int) -> str:
+        """Return what a worker wrote since the last exception that ended one of its threads."""
+        return evidence.thread_error(self._logs.stderr_tail(local_rank)) if self._logs else ""
 
     async def save_now(self, request: str) -> tuple[StoredPlace, ...]:
         """Have the newest memory checkpoint of each directory stored; return what became of it."""

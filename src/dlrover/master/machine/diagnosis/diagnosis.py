@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dlrover.master.machine.diagnosis import log
+from dlrover.master.machine.diagnosis import log, traceback
 from dlrover.master.machine.diagnosis.facts import UNKNOWN_CODE, Facts, read, read_log, signal_name
 from dlrover.master.machine.diagnosis.match import (
     Linear,
@@ -25,8 +25,9 @@ from dlrover.master.machine.diagnosis.match import (
     occurs,
     search,
 )
-from dlrover.master.machine.diagnosis.traceback import one_line
-from dlrover.spec.events import WorkerFailed
+from dlrover.master.machine.diagnosis.traceback import is_user_file, one_line
+from dlrover.spec import stacks
+from dlrover.spec.events import HangFound, WorkerFailed
 from dlrover.spec.failure import Action, Failure, FailureKind, Origin, OwnCode, Rule, Verdict
 from dlrover.spec.words import printable
 
@@ -175,6 +176,42 @@ def root_cause(reports: Sequence[WorkerFailed]) -> WorkerFailed:
     round_, until = first.failure.round, first.failure.time + ECHO_WINDOW
     near = (r for r in ordered if r.failure.round == round_ and r.failure.time <= until)
     return next((r for r in near if not r.verdict.echo), first)
+
+
+def hang_verdict(found: HangFound) -> Verdict:
+    """Return the verdict on a hang, whose cause is undetermined."""
+    where = f"{found.evidence} in the job directory" if found.evidence else "the log of the master"
+    if found.thread:
+        advice = "Correct what ended the thread, or end the rank with it: the other threads may wait for it."
+    elif found.ranks:
+        ranks = stacks.ranks_in_words(found.ranks)
+        advice = f"Look for what {ranks} waited for or did at this place; {where} has all stacks."
+    else:
+        advice = f"Look for what the ranks wait for there, and for collectives that not all of them call; {where} has all stacks."
+    return Verdict(
+        title=found.title,
+        origin=Origin.UNKNOWN,
+        evidence=found.thread or found.groups,
+        advice=advice,
+        signature=found.title,
+        cause="hang",
+    )
+
+
+def ended_thread(rank: int, stderr: str) -> str:
+    """Return which thread of a rank an exception ended, in words; ``stderr`` begins with the interpreter's."""
+    head, _, rest = stderr.partition("\n")
+    thread = head.removeprefix("Exception in thread ").rstrip(":")
+    found = next(iter(traceback.raised(rest)), None)
+    if found is None:
+        return ""
+    own = [frame for frame in found.frames if is_user_file(frame.file)]
+    place = f" ({own[-1].name}:{own[-1].line})" if own else ""
+    message = one_line(found.message.partition("\n")[0], _TITLE_LIMIT)
+    said = f": {message}" if message else ""
+    return printable(
+        f"an exception had ended the thread {thread} of rank {rank}: {found.error}{said}{place}"
+    )
 
 
 def other_failures(reports: Sequence[WorkerFailed], root: WorkerFailed | None) -> tuple[str, ...]:
