@@ -25,6 +25,9 @@ FACT_LIMIT = 300
 ENDED_WELL = "ended without an error"
 """End of a fact about the node in a failure: other ranks had done so before."""
 
+NOT_JOINED = "did not join the collective: "
+"""Beginning of a fact about the node in a failure on a collective: where ranks were that do not wait for others."""
+
 
 def clip(text: str, limit: int = TEXT_LIMIT) -> str:
     """Cut ``text`` to ``limit`` characters: a quarter from its head, the rest from its tail.

@@ -117,6 +117,9 @@ class WorkerGroup:
         self._stopped_at: float | None = None
         self._savers = savers.Holds()
         self._holding: set[asyncio.Task[None]] = set()
+        self._not_joined: asyncio.Task[list[str]] | None = None
+        """Search for the ranks that others did not meet in a collective; None: no rank of the round gave up."""
+        self._explaining: set[asyncio.Task[None]] = set()
 
     # ---- start
 
@@ -154,6 +157,7 @@ class WorkerGroup:
         started_before = self._world is not None
         self._world = world
         self._stopped_at = None
+        self._not_joined = None
         self._failures.begin()
         self._board.clear()
         self._away = set()
@@ -292,7 +296,23 @@ class WorkerGroup:
                 failure, kind=FailureKind.SPAWN, signal=None, message=start_problem
             )
         if self._stopped_at is None or (failure is not None and self._preceded_stop(failure)):
-            self.on_exit(worker.local_rank, failure)
+            self._report(worker.local_rank, failure)
+
+    def _report(self, local_rank: int, failure: Failure | None) -> None:
+        """Report a worker's end; one that gave up on a collective once it is known which ranks did not join that."""
+        running = {w.rank: w.pid for w in self._workers.values() if w.pid and w.status is None}
+        if failure is None or not running or not evidence.gave_up(failure):
+            self.on_exit(local_rank, failure)
+            return
+        if self._not_joined is None:
+            self._not_joined = asyncio.create_task(evidence.not_joined(running))
+        tasks.start(self._explain(local_rank, failure, self._not_joined), self._explaining)
+
+    async def _explain(
+        self, local_rank: int, failure: Failure, not_joined: asyncio.Task[list[str]]
+    ) -> None:
+        facts = (*await not_joined, *failure.node_facts)
+        self.on_exit(local_rank, msgspec.structs.replace(failure, node_facts=facts).bounded())
 
     def _ended_well(self, worker: Worker) -> bool:
         """Return whether a worker has ended without an error; its peers may notice before its process is gone."""
@@ -390,6 +410,8 @@ class WorkerGroup:
         data loaders while it saves. After ``grace`` seconds, all of them are killed.
         """
         self._stopped_at = time.time()
+        if self._explaining:
+            await asyncio.wait(self._explaining)
         self._begin_to_hold()
         await asyncio.wait(self._holding, timeout=savers.WAIT)
         for order in self._zygotes.take_held():

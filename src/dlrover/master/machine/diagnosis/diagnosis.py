@@ -28,7 +28,16 @@ from dlrover.master.machine.diagnosis.match import (
 from dlrover.master.machine.diagnosis.traceback import is_user_file, one_line
 from dlrover.spec import stacks
 from dlrover.spec.events import HangFound, WorkerFailed
-from dlrover.spec.failure import Action, Failure, FailureKind, Origin, OwnCode, Rule, Verdict
+from dlrover.spec.failure import (
+    NOT_JOINED,
+    Action,
+    Failure,
+    FailureKind,
+    Origin,
+    OwnCode,
+    Rule,
+    Verdict,
+)
 from dlrover.spec.words import printable
 
 ECHO_WINDOW = 10.0
@@ -164,7 +173,8 @@ def root_cause(reports: Sequence[WorkerFailed]) -> WorkerFailed:
     """Return the failure that caused the others.
 
     Reports arrive in any order, and echoes are often seen before their cause. So the earliest failure of the
-    round that is no echo wins if it ended within `ECHO_WINDOW` of the first; else the first one.
+    round that is no echo wins if it ended within `ECHO_WINDOW` of the first; else one that names a rank that did not
+    join a collective; else the first one.
 
     Raises:
         ValueError: ``reports`` is empty.
@@ -174,8 +184,13 @@ def root_cause(reports: Sequence[WorkerFailed]) -> WorkerFailed:
     ordered = sorted(reports, key=_when)
     first = ordered[0]
     round_, until = first.failure.round, first.failure.time + ECHO_WINDOW
-    near = (r for r in ordered if r.failure.round == round_ and r.failure.time <= until)
-    return next((r for r in near if not r.verdict.echo), first)
+    near = [r for r in ordered if r.failure.round == round_ and r.failure.time <= until]
+    causes = (r for r in near if not r.verdict.echo)
+    return next(causes, None) or next(filter(_names_a_rank, near), first)
+
+
+def _names_a_rank(report: WorkerFailed) -> bool:
+    return any(fact.startswith(NOT_JOINED) for fact in report.failure.node_facts)
 
 
 def hang_verdict(found: HangFound) -> Verdict:
