@@ -85,9 +85,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     traceback: str = ""
     stderr_tail: str = ""
-    """Last lines of the worker's standard error."""
+    """Last lines of the worker's standard error; of its standard output if only that explains its end."""
     log_path: str = ""
-    """The worker's standard error file on its node."""
+    """The file on its node that these lines are from."""
     steps: Count = 0
     """Optimizer steps that the process had completed."""
     first_step: KnownCount = -1

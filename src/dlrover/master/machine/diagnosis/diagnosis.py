@@ -363,7 +363,7 @@ def _last_words(facts: Facts, rule: Rule) -> str:
         top, frame = facts.frames[-1], facts.frame
         return str(top) if frame is top else f"{top}, called at {frame}"
     lines = [line for line in facts.stderr.splitlines() if line.strip()]
-    return one_line(lines[-1]) if lines else "it wrote nothing to its standard error"
+    return one_line(lines[-1]) if lines else "it wrote nothing"
 
 
 def _signature(failure: Failure, facts: Facts, rule: Rule) -> str:
