@@ -14,6 +14,7 @@ import pytest
 
 from dlrover.agent.workers import evidence
 from dlrover.rpc import messages, wire
+from dlrover.spec.failure import Failure, FailureKind
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -126,3 +127,26 @@ def test_the_evidence_of_hundreds_of_workers_is_one_message(
     assert all("characters left out" in one.text for one in found)
     sent = wire.encode(messages.Evidence(1, 1, tuple(found)))
     assert len(sent) < wire.MAX_MESSAGE_BYTES
+
+
+def test_the_last_exception_that_ended_a_thread_is_found_in_standard_error():
+    first, last = (
+        "Exception in thread A:\nKeyError: 1\n",
+        "Exception in thread B:\nKeyError: 2\nmore",
+    )
+    assert evidence.thread_error("step 3\n" + first + last) == last
+    assert evidence.thread_error("step 3\nKeyError: 1") == ""
+
+
+def test_who_gives_up_on_a_collective_is_told_by_the_words_of_pytorch() -> None:
+    def failure(kind: FailureKind, **facts: object) -> Failure:
+        return Failure(id="1", kind=kind, node_id=0, rank=0, local_rank=0, round=1, **facts)
+
+    words = "Timed out waiting 5000ms for recv operation to complete"
+    error, signal_ = FailureKind.EXCEPTION, FailureKind.SIGNAL
+    watchdog = "Watchdog caught collective operation timeout"
+    assert evidence.gave_up(failure(error, exception="RuntimeError", message=words))
+    assert evidence.gave_up(failure(signal_, signal=signal.SIGABRT, stderr_tail=watchdog))
+    assert not evidence.gave_up(failure(error, exception="ReadTimeout", message=words))
+    assert not evidence.gave_up(failure(error, exception="RuntimeError", message="no data"))
+    assert not evidence.gave_up(failure(signal_, signal=signal.SIGKILL, stderr_tail=watchdog))

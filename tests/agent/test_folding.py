@@ -40,6 +40,15 @@ def test_a_taken_port_is_no_lost_peer() -> None:
     assert shown((0, taken)) == [taken]
 
 
+def test_a_service_that_refuses_the_programs_connection_is_no_lost_peer() -> None:
+    refused = MINE.replace(b"KeyError: 'missing'", b"ConnectionRefusedError: Connection refused")
+    assert shown((0, refused)) == [refused]
+    store = refused.replace(
+        b"/home/me/train.py", b"/x/site-packages/torch/distributed/rendezvous.py"
+    )
+    assert shown((0, store))[0].startswith(b"dlrover: rank 0 lost a peer")
+
+
 @pytest.mark.parametrize("size", [1, 7, 1 << 16])
 def test_a_traceback_is_shown_once(size: int) -> None:
     later = MINE.replace(b"\n", b"\n[rank1]: ").join([b"[rank1]: ", b""]).removesuffix(b"[rank1]: ")

@@ -173,6 +173,17 @@ class TestStderrTail:
         logs.stderr(0).write_bytes(b"bad \xff byte\n")
         assert logs.stderr_tail(0) == "bad \ufffd byte\n"
 
+    def test_standard_output_stands_in_for_it_where_only_that_explains_the_end(self, logs):
+        logs.stdout(0).write_text("FATAL: no license\n")
+        assert logs.last_words(0) == ("FATAL: no license\n", logs.stdout(0))
+        logs.stderr(0).write_text("a warning\n")
+        assert logs.last_words(0) == ("a warning\n", logs.stderr(0))
+        trace = "Traceback (most recent call last):\nKeyError: 1\n"
+        logs.stdout(0).write_text(trace)
+        assert logs.last_words(0) == (trace, logs.stdout(0))
+        logs.stderr(0).write_text(f"a warning\n{trace}")
+        assert logs.last_words(0) == (f"a warning\n{trace}", logs.stderr(0))
+
     def test_it_is_the_last_characters(self, logs):
         @given(st.text("aé漢🙂\n", max_size=60), st.integers(0, 12))
         @settings(max_examples=50, deadline=None)

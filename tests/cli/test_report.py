@@ -82,6 +82,14 @@ def test_signal_shows_the_end_of_stderr() -> None:
     assert f'  File "{TRAIN}", line 4 in read_null' in lines[at:]
 
 
+def test_words_from_standard_output_are_called_so() -> None:
+    failure = msgspec.structs.replace(
+        RECORDED["exit_3"], stderr_tail="no license\n", log_path="/logs/0/stdout.log"
+    )
+    lines = shown(ended_by(failure)).split("\n")
+    assert lines[lines.index("The end of its standard output:") + 1] == "no license"
+
+
 def test_library_frames_are_cut_down_to_the_one_that_raised() -> None:
     lines = shown(ended_by(RECORDED["argparse_conflict"])).split("\n")
     at = lines.index(f'  File "{TRAIN}", line 6, in arguments')
@@ -106,7 +114,7 @@ def test_library_frames_between_the_users_own_are_counted() -> None:
 def test_process_that_said_nothing_anywhere() -> None:
     failure = msgspec.structs.replace(RECORDED["exit_3"], log_path="")
     lines = shown(ended_by(failure)).split("\n")
-    assert lines[2] == "Evidence: it wrote nothing to its standard error"
+    assert lines[2] == "Evidence: it wrote nothing"
     assert lines[3] == ""
     assert lines[4].startswith("Ended: ")
 

@@ -742,3 +742,25 @@ def test_a_wrapper_that_leaves_with_the_code_of_its_program_does_not_hide_its_wo
     child = stack((LIBRARY, "run()"), error=error)
     verdict = diagnose(failed(FailureKind.EXIT, stderr_tail=child, **facts))
     assert (verdict.cause, verdict.origin) == (cause, origin)
+
+
+def test_who_gives_up_on_a_collective_names_the_rank_that_did_not_join_it() -> None:
+    words = "Timed out waiting 5000ms for recv operation to complete"
+    fact = "did not join the collective: rank 1 in load (data.py:16)"
+    trace = f'{HEADER}\n  File "{TRAIN}", line 3, in <module>\n    loss.backward()\nRuntimeError: {words}'
+    first = raised("RuntimeError", words, traceback=trace, rank=0, time=1.0)
+    named = msgspec.structs.replace(first, rank=2, id="2", time=1.1, node_facts=(fact,))
+    verdict = diagnose(named)
+    assert verdict.cause == "collective_timeout"
+    assert verdict.echo
+    assert verdict.evidence == fact
+    assert "the rank that the evidence names" in verdict.advice
+    assert diagnose(first).cause == "collective_timeout"
+    alone = "Timed out after 6 seconds waiting for clients. 1/2 clients joined."
+    late = raised("DistStoreError", alone, traceback=trace.replace(words, alone))
+    assert diagnose(late).cause == "peer_lost"
+    late = msgspec.structs.replace(late, node_facts=(fact,))
+    assert diagnose(late).cause == "collective_timeout"
+    assert root_cause([first, named]) == named
+    other = raised("KeyError", "'x'", rank=1, id="1", time=1.2)
+    assert root_cause([first, named, other]) == other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dlrover.master.machine.diagnosis.diagnosis import hang_verdict
 from dlrover.master.machine.watches import hangs
 from dlrover.master.machine.watches.hangs import (
     Hang,
@@ -15,6 +16,7 @@ from dlrover.master.machine.watches.hangs import (
     WorldFormed,
 )
 from dlrover.spec.activity import Activity
+from dlrover.spec.events import HangFound
 from dlrover.spec.job import Limits
 from dlrover.spec.measurements import WorkerActivity
 from dlrover.spec.stacks import Frame, WorkerEvidence
@@ -267,6 +269,8 @@ def test_the_wait_for_a_rank_that_does_not_end_is_told_with_its_limit():
     assert "64 s of" in job.detector.waiting_for(job.now + 10)
     job.report(*[ended] * 4)
     assert job.detector.waiting_for(job.now) == ""
+    words = "waiting for threads of programs that have ended: 9 s"
+    assert job.detector.waiting_for(job.now + 9) == words
 
 
 def test_ranks_without_an_answer_are_what_the_others_wait_for():
@@ -301,3 +305,40 @@ def test_settings():
     assert job.report(*all_doing(11)) == [SampleWorkers(1)]
     (found,) = job.look(*(looks(rank) for rank in range(4)))
     assert not found.restart
+
+
+THREAD_ERROR = """\
+Exception in thread Thread-1 (feed):
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/threading.py", line 1045, in _bootstrap_inner
+    self.run()
+  File "/home/me/train.py", line 18, in feed
+    raise KeyError("shard 20")
+KeyError: 'shard 20'
+3/20 [####]
+"""
+
+
+def test_a_hang_names_the_exception_that_ended_a_thread_of_the_rank_that_the_others_wait_for():
+    job = Job()
+    job.report(*all_doing(181))
+    others = (looks(0, thread_error="Exception in thread X:\nValueError: x\n"), looks(1), looks(2))
+    (found,) = job.look(*others, looks(3, READS, thread_error=THREAD_ERROR))
+    thread = "an exception had ended the thread Thread-1 (feed) of rank 3: KeyError: 'shard 20' (train.py:18)"
+    assert found.hang.thread == thread
+    assert f"; {thread}" in found.hang.sentence()
+    verdict = hang_verdict(found.hang)
+    assert verdict.evidence == thread
+    assert "thread" in verdict.advice
+
+
+def test_a_hang_of_one_place_has_a_verdict_that_says_where_the_stacks_are():
+    found = HangFound(
+        1, (3,), "read (data.py:9)", "3 ranks in x; rank 3 in y", 200, "evidence/1.txt"
+    )
+    verdict = hang_verdict(found)
+    assert verdict.evidence == "3 ranks in x; rank 3 in y"
+    assert "rank 3" in verdict.advice
+    assert "evidence/1.txt" in verdict.advice
+    everywhere = hang_verdict(HangFound(1, (), "", "4 ranks without a stack", 200))
+    assert "collectives" in everywhere.advice

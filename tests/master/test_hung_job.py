@@ -76,6 +76,11 @@ def test_a_job_that_hangs_at_the_same_place_before_any_step_ends():
         cluster._submit(inputs.Hung(found, True))
     assert cluster.machine.outcome is not None
     assert cluster.machine.outcome.exit_code == ExitCode.NO_PROGRESS
+    verdict = cluster.machine.outcome.verdict
+    assert verdict is not None
+    assert verdict.title == "the training hung in init (train.py:9)"
+    assert verdict.evidence == "x"
+    assert cluster.machine.outcome.failure is None
 
 
 def test_a_slow_rank_is_told():

@@ -126,7 +126,7 @@ EXPECTED = {
     "exit_3": Expected(
         "rank 0 left with exit code 3 on node 0 (gpu-0)",
         UNKNOWN,
-        "it wrote nothing to its standard error",
+        "it wrote nothing",
         "exit:3",
     ),
     "exit_message": Expected(
@@ -173,7 +173,7 @@ EXPECTED = {
     "terminated": Expected(
         "rank 0 was asked to stop by SIGTERM (signal 15) on node 0 (gpu-0): it came from outside",
         INFRASTRUCTURE,
-        "it wrote nothing to its standard error",
+        "it wrote nothing",
         "signal:SIGTERM",
         "preempted",
         echo=True,

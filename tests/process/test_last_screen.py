@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -160,6 +161,47 @@ def test_a_rank_that_leaves_before_the_others_is_why_they_fail(run) -> None:
         next="Let all ranks call equal collectives",
     )
     check_screen(stderr, expected)
+
+
+def test_a_program_that_fails_while_a_thread_of_it_goes_on_is_explained(run) -> None:
+    program = """
+        import threading, time
+        threading.Thread(target=time.sleep, args=(3600,)).start()
+        {}["x"]
+    """
+    script = run.directory / "lingers.py"
+    script.write_text(textwrap.dedent(program))
+    launch = run("--shutdown-timeout=1", script)
+    _, stderr = launch.end_with(ExitCode.USER_CODE, timeout=20)
+    expected = Expected(
+        title="rank 0 raised KeyError",
+        fault=USER,
+        code=ExitCode.USER_CODE,
+        evidence=r"lingers.py:\d+: in <module>",
+        next=r"Correct the program at lingers.py:\d+",
+    )
+    check_screen(stderr, expected)
+
+
+def test_a_rank_that_gives_up_on_a_collective_says_where_the_one_was_that_did_not_join_it(
+    run,
+) -> None:
+    program = """
+        import os, pathlib, time
+        here = pathlib.Path(__file__).parent / "here"
+        if os.environ["RANK"] == "1":
+            here.touch()
+            time.sleep(3600)
+        while not here.exists():
+            time.sleep(0.02)
+        raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+    """
+    script = run.directory / "waits.py"
+    script.write_text(textwrap.dedent(program))
+    launch = run("--output=json", "--nproc-per-node=2", script)
+    stdout, _ = launch.end_with(ExitCode.USER_CODE)  # its own words, not those of PyTorch
+    (fact,) = json.loads(stdout)["failure"]["node_facts"]
+    assert re.fullmatch(r"did not join the collective: rank 1 in <module> \(waits.py:6\)", fact)
 
 
 def test_the_last_screen_is_there_as_json(run) -> None:

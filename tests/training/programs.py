@@ -213,6 +213,12 @@ ERRORS = {
             raise OSError(28, "No space left on device", "/data") from None
         """,
     "without message": "class Own(Exception): pass\nraise Own",
+    "without words": """
+        class Own(Exception):
+            def __str__(self):
+                raise RuntimeError("no words")
+        raise Own
+        """,
     "text of many lines": "raise ValueError('first\\nsecond')",
     "text of other alphabets": "raise ValueError('\\u96f7 \\udcff')",
     "base exception": "class Own(BaseException): pass\nraise Own('all the way')",

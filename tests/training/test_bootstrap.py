@@ -35,6 +35,7 @@ EXITS = {
     "kill": "import os; os.kill(os.getpid(), 9)",
     "raise_signal": "import signal; signal.raise_signal(signal.SIGTERM)",
     "handled": "import signal, os; signal.signal(15, lambda *_: print(5)); os.kill(os.getpid(), 15)",
+    "exit of a child": "import os, sys\nif os.fork(): print(os.wait()[1])\nelse: sys.exit(3)",
     "kill of a child": (
         "import os, signal\nif os.fork(): print(os.wait()[1])\nelse: os.kill(os.getpid(), 9)"
     ),
@@ -48,7 +49,7 @@ ENDS = {
 QUIET = frozenset(
     {
         "falls off the end", "exit", "exit 0", "exit in a thread", "exit in an exit handler", "handled",
-        "kill of a child",
+        "exit of a child", "kill of a child",
     }
 )  # fmt: skip
 """Ends that are not the program's own doing, or no failures."""

@@ -51,6 +51,9 @@ def test_a_worker_records_that_its_program_has_ended(board):
     assert [slot for slot in range(MAX_SLOTS) if board.finished(slot)] == [3]
     board.clear(3)
     assert not board.finished(3)
+    board.mark_failed(3)
+    assert [slot for slot in range(MAX_SLOTS) if board.failed(slot)] == [3]
+    assert not board.finished(3)
 
 
 def test_a_worker_tells_which_batches_it_allows_and_how_noisy_its_gradients_are(board):

@@ -25,6 +25,9 @@ FACT_LIMIT = 300
 ENDED_WELL = "ended without an error"
 """End of a fact about the node in a failure: other ranks had done so before."""
 
+NOT_JOINED = "did not join the collective: "
+"""Beginning of a fact about the node in a failure on a collective: where ranks were that do not wait for others."""
+
 
 def clip(text: str, limit: int = TEXT_LIMIT) -> str:
     """Cut ``text`` to ``limit`` characters: a quarter from its head, the rest from its tail.
@@ -82,9 +85,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     traceback: str = ""
     stderr_tail: str = ""
-    """Last lines of the worker's standard error."""
+    """Last lines of the worker's standard error; of its standard output if only that explains its end."""
     log_path: str = ""
-    """The worker's standard error file on its node."""
+    """The file on its node that these lines are from."""
     steps: Count = 0
     """Optimizer steps that the process had completed."""
     first_step: KnownCount = -1

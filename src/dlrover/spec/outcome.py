@@ -149,7 +149,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     """The root cause, with its texts bounded; None if no worker's failure ended the job."""
     verdict: Verdict | None = None
-    """Meaning of `failure`; None exactly if `failure` is None."""
+    """Meaning of `failure`, or of the hang that ended the job; None if neither did."""
     others: tuple[str, ...] = ()
     """One line for each other failed rank of that round: at most 8, then ``and N more``."""
     restarts: int = 0

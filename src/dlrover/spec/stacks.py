@@ -58,6 +58,8 @@ class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     activity: WorkerActivity | None = None
     flight_record: str = ""
     """File on its node with PyTorch's record of its communication."""
+    thread_error: str = ""
+    """The end of its standard error from the last exception that ended one of its threads; empty if none did."""
     busy: int = -1
     """Percent of the last moment in which its accelerator ran something; -1: unknown."""
     moving: int = -1
@@ -283,6 +285,11 @@ def report(evidence: Iterable[WorkerEvidence], missing: Iterable[int] = ()) -> s
             f"the stacks of rank {first.rank} (process {first.pid}, state {first.state or 'unknown'}):\n"
             f"{first.text.strip() or 'none'}\n"
             + "".join(f"flight record of {f}\n" for f in flights)
+            + "".join(
+                f"standard error of rank {r}:\n{by_rank[r].thread_error}\n"
+                for r in group.ranks
+                if by_rank[r].thread_error
+            )
             + "".join(
                 f"accelerator of rank {r}: {by_rank[r].device}\n"
                 for r in group.ranks

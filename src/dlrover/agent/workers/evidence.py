@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import time
@@ -16,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dlrover._util import procs
-from dlrover.spec.failure import TEXT_LIMIT, clip
-from dlrover.spec.stacks import Frame, WorkerEvidence, main_thread
+from dlrover.spec.failure import NOT_JOINED, TEXT_LIMIT, Failure, FailureKind, clip
+from dlrover.spec.stacks import Frame, WorkerEvidence, groups, main_thread
 from dlrover.training.worker.stacks import FILE_NAME, SIGNAL
 
 PY_SPY_TIME = 10.0
@@ -29,9 +30,15 @@ CHILDREN_TIME = 5.0
 """Seconds after which no further child process of a worker is asked for its stacks."""
 QUIET_TIME = 0.1
 """Seconds without new bytes after which the stacks count as complete."""
+THREAD_ENDED = "Exception in thread "
+"""The interpreter's words before the traceback of an exception that ends a thread."""
+THREAD_TEXT = 4096
+"""Characters kept of the exception that ended a thread, and of what follows it."""
 ALL_TEXT, ALL_FRAMES = 1 << 20, 8192
 """Characters and frames of all workers of a node: their evidence is one message."""
 _STOPPED = ("T", "t")
+_TIMEOUT = re.compile(r"timed?[ -]?out", re.IGNORECASE)
+_COLLECTIVE_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
 TICKS = os.sysconf("SC_CLK_TCK")
 FLIGHT_RECORDS = "/tmp/nccl_trace_rank_"  # noqa: S108
 """Default path prefix of PyTorch's flight recorder files."""
@@ -74,6 +81,29 @@ def flight_record(env: Mapping[str, str], rank: int) -> str:
         if path.exists():
             return str(path)
     return ""
+
+
+def gave_up(failure: Failure) -> bool:
+    """Return whether a worker may have ended because others did not join a collective in time."""
+    if failure.kind is FailureKind.EXCEPTION:
+        return failure.exception in _COLLECTIVE_ERRORS and bool(_TIMEOUT.search(failure.message))
+    return failure.signal == signal.SIGABRT and bool(_TIMEOUT.search(failure.stderr_tail))
+
+
+async def not_joined(pids: Mapping[int, int]) -> list[str]:
+    """Return facts about where those of some ranks (rank -> pid) are that do not wait for others."""
+    found = await asyncio.gather(*(_stacks(pid) for pid in pids.values()))
+    seen = [
+        WorkerEvidence(pid=pid, rank=rank, time=0.0, state=_state(pid), frames=main_thread(text))
+        for (rank, pid), (_source, text) in zip(pids.items(), found, strict=True)
+    ]
+    return [f"{NOT_JOINED}{group}" for group in groups(seen) if group.place and not group.waits]
+
+
+def thread_error(stderr: str) -> str:
+    """Return the part of a standard error from the last exception that ended a thread; empty without one."""
+    begin = stderr.rfind(THREAD_ENDED)
+    return stderr[begin : begin + THREAD_TEXT] if begin >= 0 else ""
 
 
 # ---- the process

@@ -64,6 +64,7 @@ class FailureRecords:
         kind = FailureKind.SIGNAL if signaled else FailureKind.EXIT
         if error and not signaled and error.type not in OWN_ENDS:
             kind = FailureKind.EXCEPTION
+        words, path = logs.last_words(worker.local_rank)
         return Failure(
             id=uuid.uuid4().hex,
             kind=kind,
@@ -80,8 +81,8 @@ class FailureRecords:
             handled_signal=error.handled_signal,
             message=error.message,
             traceback=error.traceback,
-            stderr_tail=logs.stderr_tail(worker.local_rank),
-            log_path=str(logs.stderr(worker.local_rank)),
+            stderr_tail=words,
+            log_path=str(path),
             steps=self._board.read(worker.local_rank).steps,
             first_step=self._board.began_with(worker.local_rank),
             reading=self._board.reading(worker.local_rank),

@@ -38,6 +38,12 @@ SHOWN = 160
 """Most bytes of an exception's line in the line that takes its traceback's place."""
 
 
+def _is_of_torch(text: bytes, exception: bytes) -> bool:
+    """Return whether PyTorch raised an exception; other connections are the program's own."""
+    innermost = text[text.rfind(b'  File "') :].partition(b"\n")[0]
+    return exception.startswith((b"RuntimeError", b"torch.")) or b"/torch/" in innermost
+
+
 class Tracebacks:
     """Tracebacks that the workers of one attempt have shown, by their text without numbers."""
 
@@ -47,7 +53,7 @@ class Tracebacks:
 
     def meaning(self, rank: int, text: bytes, exception: bytes) -> str:
         """Return why a rank's traceback need not be shown; empty if it is to be shown."""
-        if ECHO.search(exception) and TAKEN not in exception:
+        if ECHO.search(exception) and TAKEN not in exception and _is_of_torch(text, exception):
             return "lost a peer"
         interrupt = exception == INTERRUPT
         known = INTERRUPT if interrupt else _NUMBERS.sub(b"", text)

@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT = 5.0
 """Seconds that `AttemptLogs.stop` gives the console to take the remaining output."""
 
+OUTPUT_TAIL = 4096
+"""Bytes of a failed worker's standard output that may explain its end."""
+_TRACEBACK = "Traceback (most recent call last):"
 _NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
 
 
@@ -140,6 +143,18 @@ class AttemptLogs:
             tail += _end_of(self.overflow(local_rank, Std.ERR), room)
         text = tail.decode(errors="replace")
         return text[max(0, len(text) - limit) :]
+
+    def last_words(self, local_rank: int) -> tuple[str, Path]:
+        """Return the end of the worker's standard error, and its file.
+
+        Of standard output instead, if only that has a traceback, or standard error is empty.
+        """
+        errors = self.stderr_tail(local_rank)
+        output = _end_of(self.stdout(local_rank), OUTPUT_TAIL).decode(errors="replace")
+        printed = _TRACEBACK in output and _TRACEBACK not in errors
+        if output.strip() and (printed or not errors.strip()):
+            return output, self.stdout(local_rank)
+        return errors, self.stderr(local_rank)
 
     def _path(self, local_rank: int, stream: Std) -> Path:
         return self.directory / str(local_rank) / f"{_NAMES[stream]}.log"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
@@ -65,6 +66,10 @@ class Worker:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     unwanted: bool = False
     """True if it is to end at once."""
+    failed_at: float = 0.0
+    """Monotonic time at which an error was seen to have ended its program; 0.0: none was."""
+    lingered: bool = False
+    """True if it was killed because threads went on after that."""
 
 
 class WorkerGroup:
@@ -112,6 +117,9 @@ class WorkerGroup:
         self._stopped_at: float | None = None
         self._savers = savers.Holds()
         self._holding: set[asyncio.Task[None]] = set()
+        self._not_joined: asyncio.Task[list[str]] | None = None
+        """Search for the ranks that others did not meet in a collective; None: no rank of the round gave up."""
+        self._explaining: set[asyncio.Task[None]] = set()
 
     # ---- start
 
@@ -149,6 +157,7 @@ class WorkerGroup:
         started_before = self._world is not None
         self._world = world
         self._stopped_at = None
+        self._not_joined = None
         self._failures.begin()
         self._board.clear()
         self._away = set()
@@ -224,11 +233,27 @@ class WorkerGroup:
             if steps and steps != before:
                 progressed()
                 self._release_savers()
+            self._end_lingering()
             if self._launch.survive:
                 self._end_stopped()
             if time.monotonic() - reaped_at > REAP_INTERVAL:
                 reaped_at = time.monotonic()
                 self._reap()
+
+    def _end_lingering(self) -> None:
+        """Kill workers whose programs have failed and whose threads do not end: the other ranks wait for them."""
+        now = time.monotonic()
+        for worker in self._workers.values():
+            if worker.status is not None or not self._board.failed(worker.local_rank):
+                continue
+            worker.failed_at = worker.failed_at or now
+            if now - worker.failed_at > self._launch.shutdown_timeout and not worker.lingered:
+                worker.lingered = True
+                logger.warning(
+                    "The program of worker %d (pid %d) failed %d s ago, but threads of it go on; it is killed",
+                    worker.rank, worker.pid, self._launch.shutdown_timeout,
+                )  # fmt: skip
+                procs.kill_group(worker.pid)
 
     def _end_stopped(self) -> None:
         """Kill workers that were stopped and keep the others waiting."""
@@ -250,6 +275,8 @@ class WorkerGroup:
 
     def _exited(self, id_: int, status: int, start_problem: str) -> None:
         worker = self._by_id.pop(id_)
+        if worker.lingered and os.WIFSIGNALED(status):
+            status = 1 << 8  # as the interpreter leaves after an error
         worker.status = status
         worker.ended_at = time.monotonic_ns()
         worker.ended.set()
@@ -269,7 +296,23 @@ class WorkerGroup:
                 failure, kind=FailureKind.SPAWN, signal=None, message=start_problem
             )
         if self._stopped_at is None or (failure is not None and self._preceded_stop(failure)):
-            self.on_exit(worker.local_rank, failure)
+            self._report(worker.local_rank, failure)
+
+    def _report(self, local_rank: int, failure: Failure | None) -> None:
+        """Report a worker's end; one that gave up on a collective once it is known which ranks did not join that."""
+        running = {w.rank: w.pid for w in self._workers.values() if w.pid and w.status is None}
+        if failure is None or not running or not evidence.gave_up(failure):
+            self.on_exit(local_rank, failure)
+            return
+        if self._not_joined is None:
+            self._not_joined = asyncio.create_task(evidence.not_joined(running))
+        tasks.start(self._explain(local_rank, failure, self._not_joined), self._explaining)
+
+    async def _explain(
+        self, local_rank: int, failure: Failure, not_joined: asyncio.Task[list[str]]
+    ) -> None:
+        facts = (*await not_joined, *failure.node_facts)
+        self.on_exit(local_rank, msgspec.structs.replace(failure, node_facts=facts).bounded())
 
     def _ended_well(self, worker: Worker) -> bool:
         """Return whether a worker has ended without an error; its peers may notice before its process is gone."""
@@ -297,7 +340,8 @@ class WorkerGroup:
         for local_rank, worker in sorted(self._workers.items()):
             ended = worker.status is not None
             at = worker.ended_at if ended else now
-            activity = self._board.activity(local_rank, at, ended=ended)
+            over = ended or self._board.finished(local_rank) or self._board.failed(local_rank)
+            activity = self._board.activity(local_rank, at, ended=over)
             if activity is None and local_rank in self._away:
                 activity = _STARTING_AGAIN
             if activity is None:
@@ -324,11 +368,16 @@ class WorkerGroup:
                 local_rank=worker.local_rank,
                 activity=dict(enumerate(activities)).get(worker.local_rank),
                 flight_record=evidence.flight_record(self._base_env, worker.rank),
+                thread_error=self._thread_error(worker.local_rank),
                 busy=used[worker.local_rank].busy if worker.local_rank in used else -1,
                 moving=used[worker.local_rank].moving if worker.local_rank in used else -1,
             )
             for worker, one in zip(running, seen, strict=True)
         )
+
+    def _thread_error(self, local_rank: int) -> str:
+        """Return what a worker wrote since the last exception that ended one of its threads."""
+        return evidence.thread_error(self._logs.stderr_tail(local_rank)) if self._logs else ""
 
     async def save_now(self, request: str) -> tuple[StoredPlace, ...]:
         """Have the newest memory checkpoint of each directory stored; return what became of it."""
@@ -361,6 +410,8 @@ class WorkerGroup:
         data loaders while it saves. After ``grace`` seconds, all of them are killed.
         """
         self._stopped_at = time.time()
+        if self._explaining:
+            await asyncio.wait(self._explaining)
         self._begin_to_hold()
         await asyncio.wait(self._holding, timeout=savers.WAIT)
         for order in self._zygotes.take_held():

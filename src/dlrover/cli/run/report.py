@@ -164,7 +164,8 @@ def _detail(failure: Failure) -> list[str]:
     if failure.kind is FailureKind.EXCEPTION and failure.traceback:
         return _without_library_frames(_clean_lines(failure.traceback))
     lines = _clean_lines(failure.stderr_tail)[-_STDERR_LINES:]
-    return ["The end of its standard error:", *lines] if lines else []
+    stream = "output" if failure.log_path.endswith("/stdout.log") else "error"
+    return [f"The end of its standard {stream}:", *lines] if lines else []
 
 
 _FRAME = re.compile(r'[ \t|+-]*File "(?P<file>[^"]+)", line \d+')

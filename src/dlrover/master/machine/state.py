@@ -22,7 +22,7 @@ from dlrover.master.machine.scaling.scaling import Scaling
 from dlrover.master.machine.spares import Spares
 from dlrover.rpc.messages import Dismiss
 from dlrover.spec import events
-from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.failure import Failure, FailureKind, Verdict
 from dlrover.spec.job import JobSpec
 from dlrover.spec.node import TRANSITIONS, NodeStatus, is_spare
 from dlrover.spec.outcome import Outcome
@@ -253,7 +253,12 @@ class JobState:
         node.status = status
 
     def end(
-        self, exit_code: int, reason: str, now: float, root: events.WorkerFailed | None = None
+        self,
+        exit_code: int,
+        reason: str,
+        now: float,
+        root: events.WorkerFailed | None = None,
+        verdict: Verdict | None = None,
     ) -> None:
         """End the job and dismiss every node; a node that comes back later is dismissed then."""
         reports = self.incident.reports if self.incident is not None else []
@@ -261,7 +266,7 @@ class JobState:
             exit_code=int(exit_code),
             reason=reason,
             failure=root.failure if root is not None else None,
-            verdict=root.verdict if root is not None else None,
+            verdict=root.verdict if root is not None else verdict,
             others=other_failures(reports, root),
             restarts=self.restarts.count,
             steps=self.progress.total_steps,

@@ -92,11 +92,21 @@ class HangFound(msgspec.Struct, frozen=True, tag="hang_found"):
     """Time without progress."""
     evidence: str = ""
     """File with the stacks in the job directory; empty if it could not be written."""
+    thread: str = ""
+    """The exception that had ended a thread of one of these ranks before; empty if none is known."""
+
+    @property
+    def title(self) -> str:
+        """What happened, as a part of a sentence."""
+        return f"the training hung in {self.place or self.groups}"
 
     def sentence(self) -> str:
         """Return the event as one sentence."""
+        thread = f"; {self.thread}" if self.thread else ""
         where = f"; see {self.evidence}" if self.evidence else ""
-        return f"The training has been hanging for {self.seconds:.0f} s: {self.groups}{where}."
+        return (
+            f"The training has been hanging for {self.seconds:.0f} s: {self.groups}{thread}{where}."
+        )
 
 
 class SlowRank(msgspec.Struct, frozen=True, tag="slow_rank"):

@@ -85,8 +85,9 @@ def run(program: Program, board: Board | None, loaded: Sequence[str] = ()) -> No
     if program.given.survive:
         # By name: agents import this module, and never anything that may import torch.
         importlib.import_module("dlrover.training.replicas.hooks").install()
-    signals = ownends.Received(os.getpid())
-    finished = functools.partial(_mark_finished, board, program.slot, os.getpid())
+    pid = os.getpid()
+    signals = ownends.Received(pid)
+    finished = functools.partial(_mark_finished, board, program.slot, pid)
     if program.error_file:
         ownends.watch_signals(signals)
         ownends.watch(
@@ -107,13 +108,22 @@ def run(program: Program, board: Board | None, loaded: Sequence[str] = ()) -> No
     except SystemExit as end:
         if end.code not in (None, 0):
             end.__traceback__ = _without_ours(end)
-            _record(program, describe(end, "SystemExit", signals.lately()))
+            _failed(program, board, pid, describe(end, "SystemExit", signals.lately()))
         raise
     except BaseException as error:
         handled_signal = signals.behind(error.__traceback__)
         _hide_own_frames(error)
-        _record(program, describe(error, handled_signal=handled_signal))
+        _failed(program, board, pid, describe(error, handled_signal=handled_signal))
         raise
+
+
+def _failed(program: Program, board: Board | None, pid: int, error: dict[str, Any]) -> None:
+    """Record the error that has ended the program of process ``pid``, not of a child; threads of it may go on."""
+    if os.getpid() != pid:
+        return
+    _record(program, error)
+    if board is not None:
+        board.mark_failed(program.slot)
 
 
 def _mark_finished(board: Board | None, slot: int, pid: int) -> None:
@@ -326,7 +336,10 @@ def _directory(frame: types.FrameType) -> str:
 
 def describe(error: BaseException, name: str = "", handled_signal: int = 0) -> dict[str, Any]:
     """Describe an exception in torch's error-file format, with its type (or ``name``) and exact time."""
-    message = f"{type(error).__name__}: {error}"
+    try:
+        message = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - the program's own method fails, as it may in any way
+        message = f"{type(error).__name__}: <exception str() failed>"
     return ownends.record(
         name or type(error).__qualname__,
         message,

@@ -18,7 +18,7 @@ integers, each stored by a single aligned write:
 19-21 the shard that it reads: key of the dataset (0: none), partition, position
 22-24 minimum and maximum samples of the global batch, and maximum samples of one pass; 0: batch is fixed
 25-26 squared norm of the mean gradient, variance of a sample's gradient, as bits of doubles; 0: unmeasured
-27    1 once the program has ended by itself and without an error, before its process ends
+27    1 once the program has ended by itself and without an error, 2 once an error has ended it, before its process ends
 28-31 unused
 ===== ==========================================================================================
 
@@ -58,7 +58,9 @@ _END = _PROFILE + 3
 _READING = _END + 1
 _BATCHES = _READING + 3
 _NOISE = _BATCHES + 3
-_FINISHED = _NOISE + 2
+_END_OF_PROGRAM = _NOISE + 2
+_FINISHED, _FAILED = 1, 2
+"""Values of the word ``_END_OF_PROGRAM``; 0: the program runs."""
 _DOUBLE, _DOUBLE_BITS = struct.Struct("=d"), struct.Struct("=Q")
 _KINDS = 8
 """Number of activities that word 5 can encode."""
@@ -139,7 +141,11 @@ class Board:
 
     def finished(self, slot: int) -> bool:
         """Return whether the program of the worker of ``slot`` has ended by itself and without an error."""
-        return bool(self._words[slot * SLOT_WORDS + _FINISHED])
+        return self._words[slot * SLOT_WORDS + _END_OF_PROGRAM] == _FINISHED
+
+    def failed(self, slot: int) -> bool:
+        """Return whether an error has ended the program of the worker of ``slot``; threads of it may go on."""
+        return self._words[slot * SLOT_WORDS + _END_OF_PROGRAM] == _FAILED
 
     def _read_unchanged(self, slot: int) -> Sequence[int]:
         """Return a consistent snapshot of a slot; retry at most `READS` times while the worker changes it."""
@@ -236,7 +242,11 @@ class Board:
 
     def mark_finished(self, slot: int) -> None:
         """Record that the program has ended by itself and without an error."""
-        self._words[slot * SLOT_WORDS + _FINISHED] = 1
+        self._words[slot * SLOT_WORDS + _END_OF_PROGRAM] = _FINISHED
+
+    def mark_failed(self, slot: int) -> None:
+        """Record that an error has ended the program."""
+        self._words[slot * SLOT_WORDS + _END_OF_PROGRAM] = _FAILED
 
     def mark_modules_listed(self, slot: int) -> None:
         """Signal to the agent that this worker has written its list of modules."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dlrover.master.machine.diagnosis import log
+from dlrover.master.machine.diagnosis import log, traceback
 from dlrover.master.machine.diagnosis.facts import UNKNOWN_CODE, Facts, read, read_log, signal_name
 from dlrover.master.machine.diagnosis.match import (
     Linear,
@@ -25,9 +25,19 @@ from dlrover.master.machine.diagnosis.match import (
     occurs,
     search,
 )
-from dlrover.master.machine.diagnosis.traceback import one_line
-from dlrover.spec.events import WorkerFailed
-from dlrover.spec.failure import Action, Failure, FailureKind, Origin, OwnCode, Rule, Verdict
+from dlrover.master.machine.diagnosis.traceback import is_user_file, one_line
+from dlrover.spec import stacks
+from dlrover.spec.events import HangFound, WorkerFailed
+from dlrover.spec.failure import (
+    NOT_JOINED,
+    Action,
+    Failure,
+    FailureKind,
+    Origin,
+    OwnCode,
+    Rule,
+    Verdict,
+)
 from dlrover.spec.words import printable
 
 ECHO_WINDOW = 10.0
@@ -163,7 +173,8 @@ def root_cause(reports: Sequence[WorkerFailed]) -> WorkerFailed:
     """Return the failure that caused the others.
 
     Reports arrive in any order, and echoes are often seen before their cause. So the earliest failure of the
-    round that is no echo wins if it ended within `ECHO_WINDOW` of the first; else the first one.
+    round that is no echo wins if it ended within `ECHO_WINDOW` of the first; else one that names a rank that did not
+    join a collective; else the first one.
 
     Raises:
         ValueError: ``reports`` is empty.
@@ -173,8 +184,49 @@ def root_cause(reports: Sequence[WorkerFailed]) -> WorkerFailed:
     ordered = sorted(reports, key=_when)
     first = ordered[0]
     round_, until = first.failure.round, first.failure.time + ECHO_WINDOW
-    near = (r for r in ordered if r.failure.round == round_ and r.failure.time <= until)
-    return next((r for r in near if not r.verdict.echo), first)
+    near = [r for r in ordered if r.failure.round == round_ and r.failure.time <= until]
+    causes = (r for r in near if not r.verdict.echo)
+    return next(causes, None) or next(filter(_names_a_rank, near), first)
+
+
+def _names_a_rank(report: WorkerFailed) -> bool:
+    return any(fact.startswith(NOT_JOINED) for fact in report.failure.node_facts)
+
+
+def hang_verdict(found: HangFound) -> Verdict:
+    """Return the verdict on a hang, whose cause is undetermined."""
+    where = f"{found.evidence} in the job directory" if found.evidence else "the log of the master"
+    if found.thread:
+        advice = "Correct what ended the thread, or end the rank with it: the other threads may wait for it."
+    elif found.ranks:
+        ranks = stacks.ranks_in_words(found.ranks)
+        advice = f"Look for what {ranks} waited for or did at this place; {where} has all stacks."
+    else:
+        advice = f"Look for what the ranks wait for there, and for collectives that not all of them call; {where} has all stacks."
+    return Verdict(
+        title=found.title,
+        origin=Origin.UNKNOWN,
+        evidence=found.thread or found.groups,
+        advice=advice,
+        signature=found.title,
+        cause="hang",
+    )
+
+
+def ended_thread(rank: int, stderr: str) -> str:
+    """Return which thread of a rank an exception ended, in words; ``stderr`` begins with the interpreter's."""
+    head, _, rest = stderr.partition("\n")
+    thread = head.removeprefix("Exception in thread ").rstrip(":")
+    found = next(iter(traceback.raised(rest)), None)
+    if found is None:
+        return ""
+    own = [frame for frame in found.frames if is_user_file(frame.file)]
+    place = f" ({own[-1].name}:{own[-1].line})" if own else ""
+    message = one_line(found.message.partition("\n")[0], _TITLE_LIMIT)
+    said = f": {message}" if message else ""
+    return printable(
+        f"an exception had ended the thread {thread} of rank {rank}: {found.error}{said}{place}"
+    )
 
 
 def other_failures(reports: Sequence[WorkerFailed], root: WorkerFailed | None) -> tuple[str, ...]:
@@ -311,7 +363,7 @@ def _last_words(facts: Facts, rule: Rule) -> str:
         top, frame = facts.frames[-1], facts.frame
         return str(top) if frame is top else f"{top}, called at {frame}"
     lines = [line for line in facts.stderr.splitlines() if line.strip()]
-    return one_line(lines[-1]) if lines else "it wrote nothing to its standard error"
+    return one_line(lines[-1]) if lines else "it wrote nothing"
 
 
 def _signature(failure: Failure, facts: Facts, rule: Rule) -> str:

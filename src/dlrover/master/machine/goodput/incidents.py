@@ -139,8 +139,8 @@ class IncidentBook:
             lost = incident.lost_node
             entry.title = lost.verdict.title
             entry.node = lost.failure.node_id if entry.node < 0 else entry.node
-        elif incident.hang:
-            entry.title = f"the training hung in {incident.hang}"
+        elif incident.hang is not None:
+            entry.title = incident.hang.title
         elif not incident.reports:
             entry.title = "the master lost its journal"
         else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dlrover.master.machine.diagnosis.diagnosis import RuleTable
-from dlrover.spec.events import WorkerFailed
+from dlrover.spec.events import HangFound, WorkerFailed
 from dlrover.spec.failure import Failure
 
 FIRST_TEXTS = 64
@@ -38,8 +38,8 @@ class Incident:
     later_causes: int = 0
     #: the first lost node of the world, as a failure of the kind `FailureKind.NODE`
     lost_node: WorkerFailed | None = None
-    #: where the training hung, if a hang began the incident; otherwise empty
-    hang: str = ""
+    #: the hang that began the incident; None if another fault did
+    hang: HangFound | None = None
     #: True once the restart policy has decided
     decided: bool = False
     #: True if other ranks go on

@@ -70,12 +70,19 @@ class Ladder:
     instances: Instances = field(compare=False, repr=False)
 
     def ask(
-        self, cause: RestartCause, root: events.WorkerFailed | None, now: float
+        self,
+        cause: RestartCause,
+        root: events.WorkerFailed | None,
+        now: float,
+        verdict: Verdict | None = None,
     ) -> Restart | None:
-        """Return the restart that the policy grants; end the job, because of ``root``, if it grants none."""
+        """Return the restart that the policy grants; end the job, because of ``root``, if it grants none.
+
+        ``verdict``: that on a hang, which has no root.
+        """
         decision = self.state.restarts.decide(cause, now)
         if isinstance(decision, Stop):
-            self.state.end(decision.exit_code, decision.reason, now, root)
+            self.state.end(decision.exit_code, decision.reason, now, root, verdict)
             return None
         return decision
 

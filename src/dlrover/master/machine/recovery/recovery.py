@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dlrover.master.machine import inputs
-from dlrover.master.machine.diagnosis.diagnosis import root_cause
+from dlrover.master.machine.diagnosis.diagnosis import hang_verdict, root_cause
 from dlrover.master.machine.fleet import Fleet
 from dlrover.master.machine.instances import Instances
 from dlrover.master.machine.recovery.incident import Incident
@@ -113,7 +113,7 @@ class Recovery:
         self.state.emit(found)
         if event.restart:
             incident = self._begin(now)
-            incident.hang = found.place or found.groups
+            incident.hang = found
             if incident.decided or self.decide(incident, now):
                 self.rounds.open("the training hung", now)
 
@@ -248,9 +248,10 @@ class Recovery:
         # A report before the loss of a node can only echo the loss; otherwise it would be decided by now.
         if incident.lost_node is not None:
             return self._decide_failure(incident, incident.lost_node, None, now)
-        if incident.hang:
-            cause = hang_cause(incident.hang, self.state.progress.steps)
-            decision = self.ladder.ask(cause, None, now)
+        if incident.hang is not None:
+            verdict = hang_verdict(incident.hang)
+            cause = hang_cause(verdict, self.state.progress.steps)
+            decision = self.ladder.ask(cause, None, now, verdict)
             if decision is None:
                 return False
             self.state.emit(

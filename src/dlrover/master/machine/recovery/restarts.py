@@ -84,16 +84,16 @@ def cause_of(
     )
 
 
-def hang_cause(place: str, steps: int) -> RestartCause:
+def hang_cause(verdict: Verdict, steps: int) -> RestartCause:
     """Return a hang as a cause for the budgets; without a step it made no progress, however long it took."""
     return RestartCause(
-        title=f"the training hung in {place}",
-        origin=Origin.UNKNOWN,
-        hopeless=False,
-        signature=f"hang in {place}",
+        title=verdict.title,
+        origin=verdict.origin,
+        hopeless=verdict.hopeless,
+        signature=verdict.signature,
         steps=steps,
         seconds=0.0,
-        cause="hang",
+        cause=verdict.cause,
     )
 
 

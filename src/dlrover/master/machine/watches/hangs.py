@@ -25,6 +25,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from dlrover.master.machine.diagnosis.diagnosis import ended_thread
 from dlrover.spec import stacks
 from dlrover.spec.activity import Activity
 from dlrover.spec.events import HangFound
@@ -213,10 +214,13 @@ class HangDetector:
     def waiting_for(self, now: float) -> str:
         """Return which ranks have not ended although others have, for how long, and the limit; empty if none."""
         living = {rank: worker for rank, worker in self.workers.items() if not worker.ended}
-        waited = min((worker.since for worker in living.values()), default=0.0)
+        awaited = living or self.workers
+        waited = min((worker.since for worker in awaited.values()), default=0.0)
         waited += max(0.0, now - self.reported_at)
-        if not living or len(living) == len(self.workers) or waited < SHORT_END:
+        if not awaited or len(living) == len(self.workers) or waited < SHORT_END:
             return ""
+        if not living:
+            return f"waiting for threads of programs that have ended: {waited:.0f} s"
         limit = max(
             self.limit(kind) for kind in {Activity.EVAL, *(w.doing for w in living.values())}
         )
@@ -295,6 +299,9 @@ class HangDetector:
             place=place_of(culprits, groups),
             groups=stacks.in_words(groups, missing),
             seconds=seconds,
+            thread=_ended_thread(
+                [evidence[r] for r in culprits or sorted(evidence) if r in evidence]
+            ),
         )
         restart = self.limits.hang_action == "restart" and self.has_stepped
         return Hang(hang, tuple(evidence.values()), missing, restart)
@@ -339,6 +346,12 @@ def works(first: WorkerEvidence, second: WorkerEvidence) -> bool:
         return True
     busy = (second.cpu - first.cpu) / seconds > FLAT_CPU
     return busy and not stacks.same_calls(first.frames, second.frames)
+
+
+def _ended_thread(evidence: Iterable[WorkerEvidence]) -> str:
+    """Return the exception that ended a thread of a rank, in words; empty if none did."""
+    words = (ended_thread(one.rank, one.thread_error) for one in evidence if one.thread_error)
+    return next(filter(None, words), "")
 
 
 def place_of(ranks: Iterable[int], groups: Sequence[stacks.StackGroup]) -> str:
