@@ -76,11 +76,11 @@ def test_equal_tensors_do_not_make_one_rank_enough() -> None:
     assert restoring(prepare, request) is None
 
 
-def normalization(mean: float, weight: float = 1.0) -> RankState:
+def normalization(**values: float) -> RankState:
     module = torch.nn.BatchNorm1d(2)
     with torch.no_grad():
-        module.running_mean.fill_(mean)
-        module.weight.fill_(weight)
+        for key, value in values.items():
+            module.state_dict()[key].fill_(value)
     flat = tree.flatten({"norm": module})
     sums = [hash(str(tensor.tolist())) for tensor in flat.tensors]
     return RankState(tree.specs(flat), encode(flat.packed), sums)
@@ -89,7 +89,7 @@ def normalization(mean: float, weight: float = 1.0) -> RankState:
 @pytest.mark.parametrize("base", [0, 1])
 def test_buffers_may_differ_between_ranks_when_another_number_of_ranks_loads(base: int) -> None:
     prepare = in_place({"norm": torch.nn.BatchNorm1d(2)}, ())
-    ranks = {rank: normalization(mean=float(rank)) for rank in range(2)}
+    ranks = {rank: normalization(running_mean=rank) for rank in range(2)}
     planned = restoring(prepare, LoadRequest(ranks, base, moved=True, complete=True, size=2))
     assert planned is not None
     pieces = {planned.tensors[piece.entry].path[-1]: piece.rank for piece in planned.pieces}
@@ -97,8 +97,11 @@ def test_buffers_may_differ_between_ranks_when_another_number_of_ranks_loads(bas
     assert set(pieces) == set(torch.nn.BatchNorm1d(2).state_dict())
 
 
-def test_parameters_may_not_differ_between_ranks_when_another_number_of_ranks_loads() -> None:
+@pytest.mark.parametrize("name", ["weight", "num_batches_tracked"])
+def test_other_tensors_may_not_differ_between_ranks_when_another_number_of_ranks_loads(
+    name: str,
+) -> None:
     prepare = in_place({"norm": torch.nn.BatchNorm1d(2)}, ())
-    ranks = {rank: normalization(0.0, weight=float(rank)) for rank in range(2)}
-    with pytest.raises(ConfigurationError, match=r"Each rank saved another tensor norm\.weight"):
+    ranks = {rank: normalization(**{name: rank}) for rank in range(2)}
+    with pytest.raises(ConfigurationError, match=rf"Each rank saved another tensor norm\.{name}"):
         restoring(prepare, LoadRequest(ranks, 0, moved=True, complete=True, size=2))

@@ -17,7 +17,13 @@ from dlrover.checkpoint.engine.copying import Copier
 from dlrover.checkpoint.machine.policies import KeepLast
 from dlrover.checkpoint.machine.saves import SaveId
 from dlrover.checkpoint.storage import storage
-from dlrover.checkpoint.storage.stores import StorageAwayError, failure, is_damage, open_store
+from dlrover.checkpoint.storage.stores import (
+    StorageAwayError,
+    Store,
+    failure,
+    is_damage,
+    open_store,
+)
 from dlrover.checkpoint.tools import tools
 from dlrover.checkpoint.tools.verification import verify
 from dlrover.errors import InfrastructureError
@@ -133,6 +139,21 @@ def test_a_directory_that_is_unmounted_while_it_is_loaded_is_away(stored):
     stored.rmdir()
     moved.rename(stored)
     assert checkpointer.load(filled(0)).step == 2
+    checkpointer.close()
+
+
+def test_a_directory_that_is_unmounted_as_its_steps_are_listed_is_away(stored, monkeypatch):
+    saves = storage.saves
+
+    def unmounted(store: Store) -> dict[int, SaveId | None]:
+        stored.rename(stored.with_name("elsewhere"))
+        stored.mkdir()
+        return saves(store)
+
+    checkpointer = Checkpointer(stored, read_only=True)
+    monkeypatch.setattr(storage, "saves", unmounted)
+    with pytest.raises(StorageAwayError, match="not the directory any more"):
+        checkpointer.load(filled(0))
     checkpointer.close()
 
 

@@ -111,7 +111,10 @@ def gather(
 def _look(store: Store, identity: str, job: str, unrecorded: str) -> EarlierCheckpoints:
     tracked = storage.tracked(store)
     with explained(f"{store.location} cannot be read"):
-        return EarlierCheckpoints(tracked, first_save.recorded(store, identity, job), unrecorded)
+        found = EarlierCheckpoints(tracked, first_save.recorded(store, identity, job), unrecorded)
+        if identity:  # else what was there may be unmounted meanwhile
+            storage.check_identity(store, identity)
+    return found
 
 
 def loss(

@@ -135,13 +135,14 @@ class Restoration:
 
     @functools.cached_property
     def varying(self) -> set[int]:
-        """Tensors of modules that may differ between ranks: all but parameters, such as running means."""
+        """Buffers that may differ between ranks: numbers such as running means, but no quantised weights."""
         return {
             ref.index
             for module, saved in self._modules
             for key in saved.keys()
             - {key for key, _ in module.named_parameters(remove_duplicate=False)}
             for ref in _refs(saved[key])
+            if DTYPES[self._specs[ref.index].dtype].is_floating_point
         }
 
     def _match(self, value: Any, saved: Any, path: Path) -> None:
