@@ -19,7 +19,7 @@ from dlrover.accelerate.loading import dataloader
 from dlrover.accelerate.materialise import Materialiser
 from dlrover.accelerate.microbatch import split
 from dlrover.accelerate.modes.pipeline import cut
-from dlrover.accelerate.modes.tensor import Flow, divide_block, first_input
+from dlrover.accelerate.modes.tensor import Flow, divide_block, divide_ends, first_input
 from dlrover.accelerate.modes.tensor_rules import Rules
 from dlrover.accelerate.strategies import check, divide, stages_of
 from dlrover.errors import ConfigurationError
@@ -353,6 +353,14 @@ def test_an_embedding_that_scales_stays_whole_with_what_is_tied_to_it():
     assert Rules(model, ()).ends(model, names, 2) == {"head": "columns"}
     model.head.weight = model.embed.weight
     assert Rules(model, ()).ends(model, names, 2) == {}
+
+
+def test_the_padding_of_a_divided_embedding_is_not_trained(alone):
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2, padding_idx=1)})
+    mesh = init_device_mesh("cpu", (1,))
+    divide_ends(model, {"embed": "vocabulary"}, Flow(alone, divided=False), mesh)
+    model["embed"](torch.tensor([[0, 1, 3]])).sum().backward()
+    assert model["embed"].weight.grad.to_local().tolist() == [[1, 1], [0, 0], [0, 0], [1, 1]]
 
 
 def test_the_input_of_a_module_is_its_first_argument_also_by_name():

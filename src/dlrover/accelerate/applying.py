@@ -161,9 +161,8 @@ def _has_parameters(module: nn.Module | None) -> bool:
 
 def _prepare_hugging_face(model: nn.Module, *, attention: bool) -> None:
     """Turn off the cache of keys and values, which training does not use, and choose PyTorch's attention if needed."""
-    for (
-        module
-    ) in model.modules():  # the halves of an encoder-decoder model have configurations of their own
+    # The halves of an encoder-decoder model have configurations of their own.
+    for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = False

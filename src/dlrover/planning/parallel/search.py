@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.columns import Columns
 from dlrover.planning.parallel.predict import Predicted, predict_all
 from dlrover.planning.parallel.records import (
@@ -20,6 +19,7 @@ from dlrover.planning.parallel.records import (
     Prediction,
     Strategy,
     Transformer,
+    check_whole,
 )
 from dlrover.planning.parallel.rules import PlannedJob, obeys
 from dlrover.planning.parallel.stages import stages
@@ -63,8 +63,7 @@ def search(
     Raises:
         ConfigurationError: the accelerator or the precision is unknown, or a number is not positive.
     """
-    if limit < 1:
-        raise ConfigurationError(f"limit is {limit}, not a positive integer.")
+    check_whole(1, limit=limit)
     return fitting(PlannedJob(model, cluster, sequence, global_batch, precision))[:limit]
 
 
