@@ -65,6 +65,8 @@ def test_on_two_ranks(forks):
         case("plain", {"dp_replicate": 2, "micro_batch": 2, "recompute": "full"}, batch=7),
         case("plain", {"dp_shard": 2}, batch=1),
         case("plain", {"pp": 2, "micro_batch": 3}, batch=7),
+        # what all samples share is in each micro-batch
+        case("positioned", {"pp": 2, "micro_batch": 2}),
         # a list of methods, another optimizer, other types
         case("plain", ["fsdp", ["checkpoint", ["Block"]]], optimizer="adamw"),
         case("plain", {"dp_shard": 2, "precision": "bf16", "recompute": "full"}, half=True),

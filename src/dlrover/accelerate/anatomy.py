@@ -39,6 +39,10 @@ class Anatomy:
     """Parameters of the modules that the blocks are in, and modules before the blocks for which nothing can stand in."""
     tied: tuple[tuple[str, ...], ...] = ()
     """Groups of names of one parameter."""
+    shared: str = ""
+    """Name of the first parameter of a block that has another name, too; empty if there is none."""
+    across: str = ""
+    """The same, of a parameter that the block shares with what is outside of it."""
     experts: tuple[str, ...] = ()
     """Names of the modules with experts: each parameter has one row of matrices for each expert."""
     heads: int = 0
@@ -85,6 +89,8 @@ def analyse(model: nn.Module, list_name: str | None = None) -> Anatomy:
     blocks = tuple(f"{list_name}.{name}" for name, _ in modules[list_name].named_children()) if list_name else ()  # fmt: skip
     before, after = _around(model, list_name) if list_name else ((), ())
     experts = tuple(name for name, module in modules.items() if is_experts(module))
+    tied = _tied(model)
+    shared, across = _shared(modules[list_name], list_name, tied) if list_name else ("", "")
     return Anatomy(
         list_name=list_name,
         blocks=blocks,
@@ -94,7 +100,9 @@ def analyse(model: nn.Module, list_name: str | None = None) -> Anatomy:
         before=before,
         after=after,
         loose=_loose(model, list_name, before) if list_name else (),
-        tied=_tied(model),
+        tied=tied,
+        shared=shared,
+        across=across,
         experts=experts,
         heads=_size(config, NAMES["heads"]),
         kv_heads=_size(config, KV_HEADS) or _size(config, NAMES["heads"]),
@@ -113,6 +121,19 @@ def _again(blocks: nn.Module, list_name: str) -> str:
             return f"{list_name}.{name}"
         seen.add(id(block))
     return ""
+
+
+def _shared(blocks: nn.Module, list_name: str, tied: tuple[tuple[str, ...], ...]) -> tuple[str, str]:  # fmt: skip
+    """Return the first tied parameter that is in a block, and the first that is also in no or another block."""
+    of_prefix = {f"{list_name}.{name}.": id(block) for name, block in blocks._modules.items()}  # noqa: SLF001
+    shared = across = ""
+    for group in tied:
+        homes = {name: next((of_prefix[each] for each in of_prefix if name.startswith(each)), 0) for name in group}  # fmt: skip
+        inside = next((name for name, home in homes.items() if home), "")
+        shared = shared or inside
+        if len(set(homes.values())) > 1:
+            across = across or inside
+    return shared, across
 
 
 def is_experts(module: nn.Module) -> bool:

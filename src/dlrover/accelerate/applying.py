@@ -119,7 +119,7 @@ class _Application:
         one = self._grid.strategy
         if self._flow is not None:
             regions = self._rules.regions(name, block, one.tp)
-            divide_block(block, regions, self._flow, self._grid.mesh["tp"])
+            divide_block(block, name, regions, self._flow, self._grid.mesh["tp"])
         if one.tp > 1 or self._grid.expert_ranks > 1:
             for inner, module in block.named_modules():
                 if f"{name}.{inner}" in self._anatomy.experts:
@@ -161,9 +161,11 @@ def _has_parameters(module: nn.Module | None) -> bool:
 
 def _prepare_hugging_face(model: nn.Module, *, attention: bool) -> None:
     """Turn off the cache of keys and values, which training does not use, and choose PyTorch's attention if needed."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
+    # The halves of an encoder-decoder model have configurations of their own.
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
     if attention and hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation("sdpa")
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from dlrover.accelerate.materialise import Materialiser
 from dlrover.accelerate.microbatch import FORMATS, StepOutput, Weighting, loss_of_output, scaled
 from dlrover.accelerate.modes.precision import WorldScaler, scaler_of
 from dlrover.accelerate.modes.tensor_rules import Rules
-from dlrover.accelerate.state import TrainingState
+from dlrover.accelerate.state import TrainingState, models_of
 from dlrover.accelerate.world import Grid
 from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.records import Cluster, Strategy
@@ -99,10 +100,11 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
         optim_func: optimizer class, its name, or a function of the parameters and ``optim_args``.
         dataset: dataset with a length; without one, the program loads its own data.
         loss_func: returns the mean loss of ``(data, output)``; by default the loss that the model returns.
-        prepare_input: moves ``(data, device)``; by default all tensors.
+        prepare_input: moves ``(data, device)``; by default all that has a method ``to``, as tensors.
         model_input_format: None for ``model(data)``, ``"unpack_sequence"`` or ``"unpack_dict"``.
         optim_args: keyword arguments of ``optim_func``.
-        optim_param_func: returns the parameter groups of the model.
+        optim_param_func: returns the parameter groups of the model, whose names are those of the unchanged one; in a
+            pipeline it has the modules of this rank only.
         dataloader_args: keyword arguments of the dataloader; ``batch_size`` is that of the global batch.
         distributed_sampler_cls: class of a sampler of the whole dataset, made from the dataset alone.
         excluded: methods that the planner must not use, such as ``"tensor_parallel"``.
@@ -134,6 +136,13 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
     rules = Rules(model, strategy.tensor_rules)
     if strategy.tp > 1:
         rules.check(model, anatomy.blocks, strategy.tp)
+        whole = rules.whole_attention(model, anatomy.blocks, strategy.tp)
+        if whole and strategy.sequence_parallel and load_strategy is not None:
+            raise ConfigurationError(
+                f"Strategy: sequence_parallel is True; accepted is False, because no rule divides {whole!r} into columns and"
+                " rows, and if it is attention, it would see a part of each sequence only."
+            )
+        strategy = replace(strategy, sequence_parallel=strategy.sequence_parallel and not whole)
     device = world.device()
     Materialiser(model, device).check()
     world.join(device)
@@ -162,9 +171,11 @@ def auto_accelerate(  # noqa: PLR0913 - the original's signature
     model = apply(model, anatomy, rules, grid, options)
     optimizer = None
     if optim_func is not None:
-        optimizer = optimizers.build(optim_func, model, strategy, optim_args, optim_param_func)
+        optimizer = optimizers.build(
+            optim_func, [*models_of(model)], strategy, optim_args, optim_param_func
+        )
         if scaler is not None:
-            optimizers.scale_steps(optimizer, scaler)
+            optimizers.scale_steps(model, optimizer, scaler)
     scheduler = None
     if lr_scheduler_cls is not None:
         scheduler = lr_scheduler_cls(optimizer, **(lr_scheduler_args or {}))
@@ -269,8 +280,8 @@ def _loss(
 
 
 def _to(data: Any, device: Any) -> Any:
-    """Move all tensors of the data to the device."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, data)
+    """Move all that can be moved to the device: tensors, and what has them, as a tokenizer's batch."""
+    return tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, data)
 
 
 def _arguments(grid: Grid, scaler: WorldScaler | None, state: TrainingState) -> dict[str, Any]:

@@ -89,7 +89,8 @@ class GlobalLoader(DataLoader[Any]):  # type: ignore[misc]
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the global batches that were taken."""
         self._taken = int(state["epoch"]), int(state["batches"])
-        self._batches.epoch, self._batches.start = self._taken
+        self._batches.set_epoch(self._taken[0])
+        self._batches.start = self._taken[1]
 
 
 def dataloader(
@@ -133,6 +134,9 @@ def dataloader(
     order: Sampler[int]
     if sampler_cls is not None:
         order = sampler_cls(dataset)
+        # Without one, PyTorch's samplers would draw another order on each rank.
+        if getattr(order, "generator", ...) is None:
+            order.generator = torch.Generator()
     elif shuffle:
         order = torch.utils.data.RandomSampler(dataset, generator=torch.Generator())
     else:

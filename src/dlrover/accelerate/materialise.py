@@ -50,9 +50,12 @@ class Materialiser:
             with torch.no_grad():
                 for tensor in [*self._model.parameters(), *self._model.buffers()]:
                     if not tensor.is_meta:
-                        here = tensor.to(self._device).contiguous()
+                        # Of an expanded dimension, all elements are one in memory.
+                        once = tuple(slice(None if each else 1) for each in tensor.stride())
+                        mine = tensor[once]
+                        here = mine.to(self._device).contiguous()
                         dist.broadcast(here, src=0)
-                        tensor.copy_(here)
+                        mine.copy_(here)
         self.seed = int(seed)
 
     def bring(self, part: nn.Module) -> None:
@@ -72,7 +75,7 @@ class Materialiser:
 
     def _move(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, nn.Parameter):
-            here = torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.to(self._device)  # fmt: skip
+            here = torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.to(self._device).contiguous()  # fmt: skip
             setattr(module, name, here)
         elif tensor.is_meta:  # in place, because another module may have the same parameter
             data = torch.empty_like(tensor, device=self._device)

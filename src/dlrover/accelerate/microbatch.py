@@ -98,6 +98,11 @@ def samples(data: Any) -> int:
     raise ConfigurationError(f"The data is a {type(data).__name__} without tensors.")
 
 
+def divisible(value: Any, whole: int) -> bool:
+    """Return whether a value is a tensor of all ``whole`` samples, and not one that they share, such as positions."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == whole
+
+
 def split(data: Any, count: int) -> list[tuple[Any, float]]:
     """Split the tensors of data by samples into ``count`` nearly equal parts, each with its share of the samples.
 
@@ -107,7 +112,7 @@ def split(data: Any, count: int) -> list[tuple[Any, float]]:
     whole = samples(data)
     parts: list[Sequence[Any]] = []
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
+        if divisible(leaf, whole):
             filling = leaf[:1].expand(max(0, count - whole), *leaf.shape[1:])
             parts.append(torch.cat([leaf, filling]).tensor_split(count))
         else:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,19 +30,19 @@ EIGHT_BIT = {torch.optim.AdamW: "AdamW8bit"}
 
 def build(
     choice: Any,
-    model: nn.Module,
+    models: Sequence[nn.Module],
     strategy: Strategy,
     arguments: Mapping[str, Any] | None,
     groups_of: Callable[[nn.Module], Iterable[Any]] | None,
 ) -> Any:
-    """Return the optimizer of a model's parameters.
+    """Return the optimizer of this rank's parameters.
 
     Args:
         choice: a class, the name of one in ``dlrover.optim`` or ``torch.optim``, or a function of the parameters.
-        model: the model, with its parameters as they are trained.
+        models: the model, or this rank's parts of it, with the parameters as they are trained and under their own names.
         strategy: decides about 8-bit states.
         arguments: keyword arguments of ``choice``; ``fused=True`` is added where PyTorch offers it.
-        groups_of: returns the parameter groups of a model.
+        groups_of: returns the parameter groups of a model; those of several parts are joined by their places.
 
     Raises:
         ConfigurationError: the name is unknown.
@@ -50,11 +51,25 @@ def build(
     if strategy.optimizer_bytes <= 6 and function in EIGHT_BIT:
         function = named(EIGHT_BIT[function])
     options = dict(arguments or {})
-    parameters = [item for item in model.parameters() if item.requires_grad]
+    parameters = [item for model in models for item in model.parameters() if item.requires_grad]
+    if strategy.pp > 1 and not parameters:  # all that other stages train is frozen here
+        parameters = [nn.Parameter(torch.empty(0))]
     if _fuses(function, parameters) and not STEPS & options.keys():
         options["fused"] = True
-    groups = parameters if groups_of is None else list(groups_of(model))
+    groups = list(dict.fromkeys(parameters)) if groups_of is None else _joined(map(groups_of, models))  # fmt: skip
     return function(groups, **options)
+
+
+def _joined(of_parts: Iterable[Iterable[Any]]) -> list[Any]:
+    """Return the parameter groups of several parts of a model, each with the parameters of all parts."""
+    first, *others = (list(groups) for groups in of_parts)
+    for groups in others:
+        if not all(isinstance(each, dict) for each in (*first, *groups)):
+            first += groups
+            continue
+        for group, more in zip(first, groups, strict=True):
+            group["params"] = [*group["params"], *more["params"]]
+    return first
 
 
 def named(name: str) -> Any:
@@ -73,9 +88,11 @@ def named(name: str) -> Any:
     )
 
 
-def _fuses(function: Any, parameters: Iterable[Any]) -> bool:
+def _fuses(function: Any, parameters: Collection[Any]) -> bool:
     """Return whether PyTorch has a fused step of an optimizer for parameters of this kind."""
     if not inspect.isclass(function) or not function.__module__.startswith("torch.optim"):
+        return False
+    if not all(parameter.is_floating_point() for parameter in parameters):
         return False
     spread = any(isinstance(parameter, DTensor) for parameter in parameters)
     if spread and function not in FUSED_SPREAD:
@@ -83,10 +100,10 @@ def _fuses(function: Any, parameters: Iterable[Any]) -> bool:
     return "fused" in inspect.signature(function).parameters
 
 
-def scale_steps(optimizer: Any, scaler: WorldScaler) -> None:
+def scale_steps(model: nn.Module, optimizer: Any, scaler: WorldScaler) -> None:
     """Make the optimizer's step undo the scale of fp16, and leave out a step whose gradients have overflown.
 
-    The optimizer stays the same object, for schedulers and checkpoints.
+    The optimizer stays the same object, for schedulers and checkpoints. `clip_grad_norm_` undoes the scale by ``model``.
     """
     inner = optimizer.step
     stepping = False
@@ -106,23 +123,19 @@ def scale_steps(optimizer: Any, scaler: WorldScaler) -> None:
         return result
 
     optimizer.step = types.MethodType(step, optimizer)
+    model.unscale = functools.partial(scaler.unscale_, optimizer)
 
 
-def clip_grad_norm_(
-    model: nn.Module, max_norm: float, optimizer: Any = None, scaler: WorldScaler | None = None
-) -> torch.Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale a model's gradients so that their norm over all ranks is at most ``max_norm``; return the norm.
 
-    Each element counts once, however it is spread. Collective.
+    Each element counts once, however it is spread, and without fp16's scale, which is undone. Collective.
 
     Args:
         model: the result's model.
         max_norm: the largest 2-norm that is left as it is.
-        optimizer: the result's optimizer, for fp16.
-        scaler: the result's ``args["scaler"]``, for fp16.
     """
-    if scaler is not None:
-        scaler.unscale_(optimizer)
+    getattr(model, "unscale", bool)()
     stages = getattr(model, "pipeline_stages", 1)
     repeated: frozenset[Any] = getattr(model, "repeated_parameters", frozenset())
     ranks = dist.get_world_size() // stages if dist.is_initialized() else 1

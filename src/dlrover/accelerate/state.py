@@ -38,7 +38,7 @@ class TrainingState:
         self._first = {name: group[0] for group in anatomy.tied for name in group}
         self._repeated: frozenset[Any] = getattr(model, "repeated_parameters", frozenset())
         self._tensors: dict[str, torch.Tensor] = {}
-        for inner in _models(model):
+        for inner in models_of(model):
             persistent = inner.state_dict(keep_vars=True)
             for name, tensor in persistent.items():
                 self._tensors.setdefault(self._first.get(name, name), tensor)
@@ -155,13 +155,13 @@ class TrainingState:
         return owner
 
 
-def _models(model: nn.Module) -> Iterator[nn.Module]:
+def models_of(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that have the names of the unchanged model."""
     if isinstance(model, Pipeline):
         for part in model.parts:
             yield part.model
     elif isinstance(model, Accumulated | DistributedDataParallel):
-        yield from _models(model.module)
+        yield from models_of(model.module)
     else:
         yield model
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from dlrover._util import decoding
 from dlrover.accelerate.methods import of_methods
 from dlrover.errors import ConfigurationError, kind_of
 from dlrover.planning.parallel.records import Strategy
+from dlrover.planning.parallel.stages import stages
 
 if TYPE_CHECKING:
     from dlrover.accelerate.anatomy import Anatomy
@@ -140,12 +142,7 @@ def _problems(one: Strategy, anatomy: Anatomy, world_size: int) -> Iterator[str]
     yield from _pipeline(one, anatomy)
     yield from _context(one, anatomy)
     yield from _experts(one, anatomy)
-    alone = one.tp == one.pp == one.ep == 1
-    if anatomy.scalar and (one.offload or one.dp_shard * one.cp > 1 or (one.dp > 1 and not alone)):
-        yield (
-            f"the parameter {anatomy.scalar!r} of the model has no dimension, and PyTorch shards none such; give it one"
-            " element in one dimension, or train with dp_replicate alone"
-        )
+    yield from _sharding(one, anatomy)
     for name, degree in (("tp", one.tp), ("cp", one.cp)):
         if degree > 1 and anatomy.again:
             yield (
@@ -154,10 +151,46 @@ def _problems(one: Strategy, anatomy: Anatomy, world_size: int) -> Iterator[str]
             )
 
 
+def _sharding(one: Strategy, anatomy: Anatomy) -> Iterator[str]:
+    alone = one.tp == one.pp == one.ep == 1
+    if not (one.offload or one.dp_shard * one.cp > 1 or (one.dp > 1 and not alone)):
+        return
+    if anatomy.scalar:
+        yield (
+            f"the parameter {anatomy.scalar!r} of the model has no dimension, and PyTorch shards none such; give it one"
+            " element in one dimension, or train with dp_replicate alone"
+        )
+    for unit, dtypes in _types(anatomy).items() if not one.blocks else ():
+        if len(dtypes) > 1:
+            yield (
+                f"the parameters of {unit or 'the model, without its blocks,'} have the types"
+                f" {' and '.join(sorted(map(str, dtypes)))}, and PyTorch shards one type at once; convert them, or train with"
+                " dp_replicate alone"
+            )
+    if anatomy.across:
+        yield (
+            f"the parameter {anatomy.across!r} of the model is in several blocks, or in one and outside of it, and PyTorch"
+            " shards none such; train with dp_replicate alone"
+        )
+
+
+def _types(anatomy: Anatomy) -> dict[str, set[Any]]:
+    """Return the types of the trained parameters of each unit that is sharded."""
+    units = [*anatomy.experts, *anatomy.blocks]
+    found: dict[str, set[Any]] = {}
+    for name in anatomy.trained:
+        unit = next((each for each in units if name.startswith(f"{each}.")), "")
+        if name in anatomy.shapes:
+            found.setdefault(unit, set()).add(anatomy.shapes[name][1])
+    return found
+
+
 def _tensor(one: Strategy, anatomy: Anatomy) -> Iterator[str]:
     for name, count in (("attention", anatomy.heads), ("key-value", anatomy.kv_heads)):
         if count % one.tp:
             yield f"tp is {one.tp}; accepted are divisors of the model's {count} {name} heads"
+    if one.tp > 1 and anatomy.shared and not anatomy.again:
+        yield f"tp is {one.tp}; accepted is 1, because the parameter {anatomy.shared!r} has another name, too"
     if one.tp > 1 and not anatomy.blocks:
         yield f"tp is {one.tp}; accepted is 1, because the model has no list of equal blocks"
 
@@ -179,12 +212,43 @@ def _pipeline(one: Strategy, anatomy: Anatomy) -> Iterator[str]:
             f"pp is {one.pp}; accepted is 1, because output_router_logits is True in the model's configuration,"
             " and the loss of the routers is that of all blocks"
         )
+    for group in anatomy.tied if one.pp > 1 and parts <= layers else ():
+        if len(found := stages_of(group, one, anatomy)) > 1 and found != {0, one.pp - 1}:
+            yield (
+                f"pp is {one.pp}; accepted is 1, because {group[0]!r} and {group[-1]!r} are one parameter; in a pipeline,"
+                " one stage has both, or the first and the last"
+            )
     if one.pp == 1 and one.virtual > 1:
         yield f"virtual is {one.virtual}; accepted is 1 without pp"
     interleaved = one.schedule == "interleaved_1f1b"
     if one.schedule and interleaved != (one.virtual > 1):
         needed = "'interleaved_1f1b'" if one.virtual > 1 else "'gpipe' or '1f1b'"
         yield f"schedule is {one.schedule!r}; accepted with virtual {one.virtual} is {needed}"
+
+
+def divide(anatomy: Anatomy, one: Strategy) -> list[range]:
+    """Return the blocks of each part of a pipeline."""
+    parts, layers = one.pp * one.virtual, len(anatomy.blocks)
+    shape = anatomy.transformer
+    if shape is not None and shape.layers == layers:
+        sizes: Sequence[int] = stages(shape, one.pp, one.virtual).chunks
+    else:
+        sizes = [layers // parts + (part < layers % parts) for part in range(parts)]
+    ends = itertools.accumulate(sizes)
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def stages_of(names: Iterable[str], one: Strategy, anatomy: Anatomy) -> set[int]:
+    """Return the stages of a pipeline that have these parameters."""
+    runs, found = divide(anatomy, one), set()
+    for name in names:
+        block = next((number for number, each in enumerate(anatomy.blocks) if name.startswith(f"{each}.")), -1)  # fmt: skip
+        if block >= 0:
+            found.add(next(part for part, run in enumerate(runs) if block in run) % one.pp)
+        else:
+            first = any(name.startswith(f"{each}.") for each in anatomy.before)
+            found.add(0 if first else one.pp - 1)
+    return found
 
 
 def _context(one: Strategy, anatomy: Anatomy) -> Iterator[str]:

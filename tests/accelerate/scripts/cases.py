@@ -27,11 +27,18 @@ OPTIMIZERS = {
 def problem_of(case):
     """The model and its data; with ``varied``, samples of different lengths, whose padding, 0, does not count."""
     given = problem(case["model"], STEPS * case.get("batch", BATCH), case.get("sequence", 16))
+    if case["model"] == "positioned":
+        return given, with_positions
     if not case.get("varied"):
         return given, torch.utils.data.default_collate
     given.data = [sample[: 6 + 5 * number % 11].clamp(min=1) for number, sample in enumerate(given.data)]  # fmt: skip
     given.loss = loss_of_tokens
     return given, lambda samples: pad_sequence(samples, batch_first=True)
+
+
+def with_positions(samples):
+    tokens = torch.stack(samples)
+    return {"tokens": tokens, "positions": torch.arange(tokens.shape[1])[None]}
 
 
 def loss_of_tokens(data, output):
@@ -74,7 +81,7 @@ def together(case):
         data = result.prepare_input(batch_data, result.args["device"])
         loss = result.loss_func(data, call(result.model, data, given.form))
         loss.backward()
-        norms.append(float(clip_grad_norm_(result.model, 1.0, result.optim, result.args["scaler"])))
+        norms.append(float(clip_grad_norm_(result.model, 1.0)))
         result.optim.step()
         result.optim.zero_grad()
         mean = loss.detach().clone() * result.dataloader.batch_sampler.weight

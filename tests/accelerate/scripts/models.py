@@ -99,8 +99,22 @@ class Plain(nn.Module):
         return self.head(self.norm(x))
 
 
+class Positioned(Plain):
+    """A transformer whose data has positions that all samples share."""
+
+    def forward(self, tokens, positions):
+        x = self.embed(tokens) + self.position(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 def plain():
     return Plain()
+
+
+def positioned():
+    return Positioned()
 
 
 def moe():
@@ -157,4 +171,7 @@ def problem(name, samples, sequence=SEQUENCE):
     if name in OF_CONFIG:
         data = [{"input_ids": row, "labels": row} for row in tokens]
         return SimpleNamespace(model=model, data=data, form="unpack_dict", loss=None)
+    if name == "positioned":
+        loss = lambda data, output: next_token_loss(data["tokens"], output)  # noqa: E731
+        return SimpleNamespace(model=model, data=list(tokens), form="unpack_dict", loss=loss)
     return SimpleNamespace(model=model, data=list(tokens), form=None, loss=next_token_loss)

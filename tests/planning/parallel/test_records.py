@@ -101,6 +101,18 @@ def test_two_matrices_and_ties_follow_from_the_type():
         (lambda: Strategy(zero=4), "zero is 4, not 0, 1, 2 or 3"),
         (lambda: Strategy(recompute="some"), "recompute is 'some'"),
         (lambda: Strategy(offload=1), "offload is 1, not True or False"),
+        (
+            lambda: Transformer(1, 8, 8, 2, 2, 10, kept="x"),
+            "kept is 'x', not a number of 0 or more",
+        ),
+        (
+            lambda: Transformer(1, 8, 8, 2, 2, 10, imbalance=float("inf")),
+            "imbalance is inf, not a number",
+        ),
+        (
+            lambda: Strategy(dp_shard=1 << 40),
+            "dp_shard is 1099511627776, not a positive integer, at most",
+        ),
         (lambda: Strategy(optimizer_bytes=-1), "not an integer of 0 or more"),
         (lambda: Cluster(nodes=0), "Cluster: nodes is 0"),
         (lambda: Cluster(coefficients=(1.0, 2.0)), "not a tuple of 15 numbers of 0 or more"),

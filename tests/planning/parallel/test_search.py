@@ -162,3 +162,25 @@ def test_a_large_output_layer_shortens_the_last_stage():
     assert stages(small, 4, 1).chunks == (5, 5, 5, 1)  # the output layer costs as much as 4 layers
     assert stages(LLAMA_70B, 4, 1).chunks == (20, 20, 20, 20)
     assert stages(LLAMA_405B, 16, 1).chunks == (*(8,) * 11, 7, 8, 8, 8, 7)
+
+
+def test_a_strategy_of_absurd_size_is_refused_at_once():
+    strategy = Strategy(pp=8, virtual=1_000_000)
+    found = why_not(LLAMA_8B, strategy, Cluster(), sequence=4096, global_batch=64)
+    assert found.reason.startswith("pp x virtual is 8000000 parts: the model has")
+    assert not predict(
+        LLAMA_8B, Strategy(pp=1 << 30), Cluster(), sequence=4096, global_batch=64
+    ).fits
+    parts = stages(LLAMA_8B, 100, 3)
+    assert (parts.first, parts.last, parts.most, sum(parts.chunks)) == (1, 0, 1, LLAMA_8B.layers)
+
+
+def test_a_cluster_of_prime_size_has_its_own_divisors_only():
+    assert not search(LLAMA_8B, Cluster(nodes=999_999_937), sequence=4096, global_batch=64)
+
+
+@pytest.mark.parametrize("name", ["sequence", "global_batch"])
+def test_sizes_whose_products_overflow_are_refused(name):
+    job = {"sequence": 4096, "global_batch": 64, name: 10**18}
+    with pytest.raises(ConfigurationError, match=f"{name} is 1000000000000000000, not a positive integer, at most"):  # fmt: skip
+        search(LLAMA_8B, Cluster(), **job)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -24,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from dlrover.accelerate.anatomy import Anatomy
 from dlrover.accelerate.microbatch import (
@@ -34,13 +35,13 @@ from dlrover.accelerate.microbatch import (
     call,
     collected,
     data_of,
+    divisible,
     samples,
     split,
 )
+from dlrover.accelerate.strategies import divide, stages_of
 from dlrover.accelerate.world import Grid
 from dlrover.errors import ConfigurationError
-from dlrover.planning.parallel.records import Strategy
-from dlrover.planning.parallel.stages import stages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types of activations, by the number that stands for them."""
@@ -51,10 +52,22 @@ BETWEEN = "changes what a block returns before the next one gets it"
 AROUND = "uses after its blocks what it had before them, as skip connections do"
 
 
+FIRST = "gives its blocks something else than a tensor as first argument, the hidden state"
+REENTRANT = "calls a block without gradients, as checkpoint(..., use_reentrant=True) does; use_reentrant=False works"
+
+
 def _refused(reason: str) -> ConfigurationError:
     return ConfigurationError(
         f"Strategy: pp is more than 1; accepted is 1, because the model {reason}."
     )
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return what a block gets from the one before."""
+    found = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(found, torch.Tensor):
+        raise _refused(FIRST)
+    return found
 
 
 class _LeftError(Exception):
@@ -68,8 +81,8 @@ class _LeftError(Exception):
 class _Skip(nn.Module):  # type: ignore[misc]
     """In place of a block of another part."""
 
-    def forward(self, hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        return hidden
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return _hidden(args, kwargs)
 
 
 class _Enter(nn.Module):  # type: ignore[misc]
@@ -81,14 +94,16 @@ class _Enter(nn.Module):  # type: ignore[misc]
         hidden, self.hidden = self.hidden, None
         if hidden is None:
             raise _refused(ORDER)
+        if hidden.requires_grad and not torch.is_grad_enabled():
+            raise _refused(REENTRANT)
         return hidden
 
 
 class _Leave(nn.Module):  # type: ignore[misc]
     """In place of the first block of the part after."""
 
-    def forward(self, hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
-        raise _LeftError(hidden)
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise _LeftError(_hidden(args, kwargs))
 
 
 class _Zeros(nn.Module):  # type: ignore[misc]
@@ -99,9 +114,29 @@ class _Zeros(nn.Module):  # type: ignore[misc]
         self._width, self._per_index = width, per_index
         self.value = 0.0
 
-    def forward(self, item: torch.Tensor) -> torch.Tensor:
+    def forward(self, item: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         shape = item.shape if self._per_index else item.shape[:-1]
         return torch.full((), self.value, device=item.device).expand(*shape, self._width)
+
+
+class _Same(nn.Module):  # type: ignore[misc]
+    """In place of a norm whose result is not used."""
+
+    value = 0.0
+
+    def forward(self, item: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return item + self.value
+
+
+class _Absent(nn.Module):  # type: ignore[misc]
+    """In place of a module that another part has, and that runs after the blocks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise _refused(f"uses {self._name!r} before its blocks and registers it after them")
 
 
 class StagePart(nn.Module):  # type: ignore[misc]
@@ -136,7 +171,7 @@ class StagePart(nn.Module):  # type: ignore[misc]
         """
         returned: list[Any] = []
         handle = self._end.register_forward_hook(lambda _block, _args, output: returned.append(output))  # fmt: skip
-        stand_ins = [module for module in self.model.modules() if isinstance(module, _Zeros)]
+        stand_ins = [module for module in self.model.modules() if isinstance(module, _Zeros | _Same)]  # fmt: skip
         with torch.no_grad(), _kept_buffers(self.model):
             try:
                 usual = self(*hidden, data=data)
@@ -176,18 +211,6 @@ def _kept_buffers(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def divide(anatomy: Anatomy, strategy: Strategy) -> list[range]:
-    """Return the blocks of each part."""
-    parts, layers = strategy.pp * strategy.virtual, len(anatomy.blocks)
-    shape = anatomy.transformer
-    if shape is not None and shape.layers == layers:
-        sizes: Sequence[int] = stages(shape, strategy.pp, strategy.virtual).chunks
-    else:
-        sizes = [len(index) for index in torch.arange(layers).tensor_split(parts)]
-    ends = torch.tensor(sizes).cumsum(0).tolist()
-    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-
-
 def cut(model: nn.Module, anatomy: Anatomy, grid: Grid, form: str | None, loss: LossFunction) -> list[StagePart]:  # fmt: skip
     """Return this rank's parts of a model, which gives them its modules."""
     runs = divide(anatomy, grid.strategy)
@@ -225,7 +248,7 @@ def _trim(model: nn.Module, anatomy: Anatomy, run: range, *, first: bool, last: 
     if not last:
         for name in anatomy.after:
             if any(True for _ in model.get_submodule(name).parameters()):
-                model.set_submodule(name, nn.Identity())
+                model.set_submodule(name, _Absent(name))
     return enter
 
 
@@ -236,7 +259,7 @@ def _stand_in(model: nn.Module, outer: str) -> None:
         elif isinstance(module, nn.Linear):
             model.set_submodule(name, _Zeros(module.out_features, per_index=False))
         elif any(True for _ in module.parameters(recurse=False)):
-            model.set_submodule(name, nn.Identity())
+            model.set_submodule(name, _Same())
 
 
 class Pipeline(nn.Module):  # type: ignore[misc]
@@ -271,8 +294,13 @@ class Pipeline(nn.Module):  # type: ignore[misc]
     def _run(self, data: Any) -> torch.Tensor:
         count = self._count(samples(data))
         schedule = self._schedule(data, count)
-        with torch.enable_grad():
-            losses = schedule.step(target=torch.zeros(count), data=data)
+        try:
+            with torch.enable_grad():
+                losses = schedule.step(target=torch.zeros(count), data=data)
+        except RuntimeError as error:  # PyTorch's, about the one that a part raised
+            if isinstance(error.__cause__, ConfigurationError):
+                raise error.__cause__ from None
+            raise
         for parameter in self._tied:
             if parameter.grad is not None:
                 self._swap(parameter.grad, send=True, receive=True)
@@ -317,15 +345,21 @@ class Pipeline(nn.Module):  # type: ignore[misc]
                         output_args=(loss if index == total - 1 else hidden,),
                     )
                 )  # fmt: skip
-            self._schedules[key, count] = self._make(built, count)
+            self._schedules[key, count] = self._make(built, count, data)
         return self._schedules[key, count]
 
-    def _make(self, built: list[PipelineStage], count: int) -> Any:
+    def _make(self, built: list[PipelineStage], count: int, data: Any) -> Any:
         pipe, wanted = self.pipeline_stages, self._grid.strategy.schedule
-        options = {"n_microbatches": count, "loss_fn": self._loss}
+        whole = samples(data)
+        form = tree_map(lambda leaf: TensorChunkSpec(0) if divisible(leaf, whole) else _Replicate(), data)  # fmt: skip
+        options = {
+            "n_microbatches": count,
+            "loss_fn": self._loss,
+            "kwargs_chunk_spec": {"data": form},
+        }
         if len(built) > 1:
-            whole = count % max(1, count // pipe) == 0
-            return (ScheduleInterleaved1F1B if whole else ScheduleLoopedBFS)(built, **options)
+            even = count % max(1, count // pipe) == 0
+            return (ScheduleInterleaved1F1B if even else ScheduleLoopedBFS)(built, **options)
         fills = count >= pipe and wanted != "gpipe"
         return (Schedule1F1B if fills else ScheduleGPipe)(built[0], **options)
 
@@ -398,13 +432,14 @@ class Pipeline(nn.Module):  # type: ignore[misc]
 
     def _find_tied(self, anatomy: Anatomy) -> list[nn.Parameter]:
         """Return this rank's parameters that both the first and the last part have, in an order common to both."""
-        last = self.pipeline_stages - 1
-        if self._grid.stage not in (0, last):
+        ends = {0, self.pipeline_stages - 1}
+        if self._grid.stage not in ends:
             return []
-        part = self.parts[0 if self._grid.stage == 0 else -1].model
-        here: Mapping[str, nn.Parameter] = dict(part.named_parameters(remove_duplicate=False))
-        groups = [[name for name in group if name in here] for group in anatomy.tied]
-        return [here[names[0]] for names in groups if names]
+        here: dict[str, nn.Parameter] = {}
+        for part in self.parts:
+            here |= part.model.named_parameters(remove_duplicate=False)
+        groups = [group for group in anatomy.tied if stages_of(group, self._grid.strategy, anatomy) == ends]  # fmt: skip
+        return [next(here[name] for name in group if name in here) for group in groups]
 
     def _swap(self, tensor: torch.Tensor, *, send: bool, receive: bool) -> None:
         """Exchange a tensor between the first and the last rank; add what comes, or take it."""

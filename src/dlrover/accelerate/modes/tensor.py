@@ -8,6 +8,8 @@ a reduce-scatter, in place of an all-reduce.
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ from torch.nn import functional
 from dlrover.accelerate.modes import collectives
 from dlrover.accelerate.modes.collectives import Parts, computes_with
 from dlrover.accelerate.modes.tensor_rules import Region, Regions
+from dlrover.errors import ConfigurationError
 
 HEAD_COUNTS = (
     "num_heads", "n_heads", "n_head", "num_attention_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads",
@@ -63,8 +66,12 @@ class Flow:
     def leave(self, addend: torch.Tensor) -> torch.Tensor:
         """Return what leaves a region."""
         if self.divided:
-            return collectives.reduce_parts(addend, self._known)
-        return collectives.reduce(addend, self.group)
+            left = collectives.reduce_parts(addend, self._known)
+        else:
+            left = collectives.reduce(addend, self.group)
+        if left.grad_fn is not None:
+            left.grad_fn.leaves = True
+        return left
 
     @property
     def _known(self) -> Parts:
@@ -120,7 +127,7 @@ def _columns(flow: Flow, parts: int, *, enters: bool, joins: bool) -> _Style:
         if is_transposed(module):
             module.nf = module.nf // mesh.size()
         if enters:
-            enters_region(module, flow)
+            first_input(module, flow.enter)
         if joins:
             module.register_forward_hook(lambda _module, _inputs, output: _joined(output, flow))
 
@@ -177,7 +184,10 @@ def _vocabulary(flow: Flow) -> _Style:
             mine = module.weight.to_local()
             first = mesh.get_local_rank() * len(mine)
             known = (index >= first) & (index < first + len(mine))
-            found = functional.embedding((index - first).where(known, 0), mine)
+            padding = -1 if module.padding_idx is None else module.padding_idx - first
+            found = functional.embedding(
+                (index - first).where(known, 0), mine, padding if 0 <= padding < len(mine) else None
+            )
             return collectives.reduce(found * known.unsqueeze(-1), flow.group)
 
         module.forward = forward
@@ -192,11 +202,12 @@ def is_transposed(module: nn.Module) -> bool:
 
 def first_input(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let a module compute with ``change(activation)`` in place of its first tensor."""
+    names = ["hidden_states", *inspect.signature(module.forward).parameters]
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], torch.Tensor):
             return (change(args[0]), *args[1:]), kwargs
-        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        name = next(each for each in [*names, *kwargs] if each in kwargs)
         return args, {**kwargs, name: change(kwargs[name])}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -211,30 +222,67 @@ def last_output(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor
     module.register_forward_hook(hook)
 
 
-def enters_region(module: nn.Module, flow: Flow) -> None:
-    """Let a module get what enters a region."""
-    first_input(module, flow.enter)
+def _guard(module: nn.Module, name: str, flow: Flow) -> None:
+    """Let a module get what enters a region, and refuse one that passes its input by the matrices, as residuals do.
+
+    The ranks' gradients of the input are added up, so that this part of them would count once for each rank.
+    """
+    entered: list[Any] = []
+
+    def enter(activation: torch.Tensor) -> torch.Tensor:
+        result = flow.enter(activation)
+        entered[:] = [result.grad_fn]
+        return result
+
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        node = (output[0] if isinstance(output, tuple) else output).grad_fn
+        if torch.compiler.is_compiling() or node is None:
+            return
+        if _passes_by(node, entered.pop()):
+            raise ConfigurationError(
+                f"Strategy: tp is {dist.get_world_size(flow.group)}; its matrices of {name!r} cannot be divided, because the"
+                " module adds its input to their result, or multiplies both; leave them whole with the tensor_rules"
+                f" (({re.sub(r'[.][0-9]+[.]', '.*.', name) + '.*'!r}, 'replicate'),), or do that outside of the module."
+            )
+        handle.remove()
+
+    first_input(module, enter)
+    handle = module.register_forward_hook(hook)
 
 
-def _divide_region(block: nn.Module, region: Region, flow: Flow, mesh: DeviceMesh) -> None:
+def _passes_by(node: Any, entry: Any) -> bool:
+    """Return whether gradients go from a node to a region's entry without passing where activations leave a region."""
+    seen, left = set(), [node]
+    while left:
+        one = left.pop()
+        if one is None or one in seen or getattr(one, "leaves", False):
+            continue
+        if one is entry:
+            return True
+        seen.add(one)
+        left += [each for each, _ in one.next_functions]
+    return False
+
+
+def _divide_region(block: nn.Module, region: Region, label: str, flow: Flow, mesh: DeviceMesh) -> None:  # fmt: skip
     module = block.get_submodule(region.name)
     plan: dict[str, _Style] = {}
     for name, parts in region.columns.items():
-        plan[name] = _columns(flow, parts, enters=not region.name, joins=False)
+        plan[name] = _columns(flow, parts, enters=region.around, joins=False)
     for name in region.rows:
         plan[name] = _rows(flow)
     for name in region.inner:
         sum_gradients(module.get_submodule(name), flow)
     parallelize_module(module, mesh, plan)
-    if region.name:
-        enters_region(module, flow)
+    if not region.around:
+        _guard(module, label, flow)
     for name in HEAD_COUNTS:
         count = getattr(module, name, None)
         if isinstance(count, int) and count % mesh.size() == 0:
             setattr(module, name, count // mesh.size())
 
 
-def divide_block(block: nn.Module, regions: Regions, flow: Flow, mesh: DeviceMesh) -> None:
+def divide_block(block: nn.Module, label: str, regions: Regions, flow: Flow, mesh: DeviceMesh) -> None:  # fmt: skip
     """Divide the matrices of a block; what is outside of its regions sees the activations between them."""
     flows = {"": flow}
     for (
@@ -252,7 +300,7 @@ def divide_block(block: nn.Module, regions: Regions, flow: Flow, mesh: DeviceMes
         )  # fmt: skip
 
     for region in regions.regions:
-        _divide_region(block, region, around(region.name), mesh)
+        _divide_region(block, region, f"{label}.{region.name}", around(region.name), mesh)
     for name in regions.outside:
         if around(name).divided:
             sum_gradients(block.get_submodule(name), around(name))

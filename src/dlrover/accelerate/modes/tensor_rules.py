@@ -43,6 +43,8 @@ class Region:
     rows: list[str] = field(default_factory=list)
     inner: list[str] = field(default_factory=list)
     """Other modules with parameters."""
+    around: bool = False
+    """True if it is the block itself, or has another region in it: then each matrix gets the activation for itself."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,9 @@ class Rules:
             elif style.startswith(("colwise", "packed")):
                 region.columns[last] = int(style.partition(":")[2] or 1)
         chosen = [region for region in by_parent.values() if region.columns and region.rows]
+        for region in chosen:
+            others = (each.name for each in chosen if each is not region)
+            region.around = not region.name or any(name.startswith(f"{region.name}.") for name in others)  # fmt: skip
         routers = {
             name.rpartition(".")[0] for name, module in block.named_modules() if is_experts(module)
         }
@@ -130,6 +135,15 @@ class Rules:
             f" that {ranks} ranks divide in the blocks of the {type(model).__name__}."
         )
 
+    def whole_attention(self, model: nn.Module, blocks: Iterable[str], ranks: int) -> str:
+        """Return a module that may be attention and is not divided, so that it needs whole sequences; or nothing."""
+        for name in blocks:
+            block = model.get_submodule(name)
+            found = _attention(block, self.regions(name, block, ranks))
+            if found is not None:
+                return f"{name}.{found}"
+        return ""
+
     def ends(self, model: nn.Module, names: Iterable[str], ranks: int) -> dict[str, str]:
         """Return the styles of the embedding and the output layer among the named modules and those in them."""
         found = {}
@@ -140,12 +154,35 @@ class Rules:
                 if style == "replicate" or not rows or rows % ranks:
                     continue
                 if isinstance(module, nn.Embedding) and _is_vocabulary(model, module):
-                    found[inner] = "vocabulary"
+                    found[inner] = "vocabulary" if _looks_up(module) else "whole"
                 elif isinstance(module, nn.Linear) and (
                     style == "colwise_gather_output" or _is_vocabulary(model, module)
                 ):
                     found[inner] = "columns"
-        return found
+        whole = {id(model.get_submodule(name).weight) for name in found if found[name] == "whole"}
+        return {name: style for name, style in found.items() if id(model.get_submodule(name).weight) not in whole}  # fmt: skip
+
+
+def _attention(block: nn.Module, regions: Regions) -> str | None:
+    """Return a module outside of all regions that may be attention, with three matrices or more; None if there is none."""
+    matrices: dict[str, int] = {}
+    for name in regions.outside:
+        module = block.get_submodule(name)
+        if isinstance(module, nn.MultiheadAttention | nn.Conv1d):
+            return name
+        if any(name.startswith(f"{router}.") for router in regions.routers):
+            continue
+        if len(getattr(getattr(module, "weight", None), "shape", ())) == 2:
+            parent, _, last = name.rpartition(".")
+            packed = _BY_NAME.get(last) == "packed_colwise:3"
+            matrices[parent] = matrices.get(parent, 0) + (3 if packed else 1)
+    return next((parent for parent, count in matrices.items() if count >= 3), None)
+
+
+def _looks_up(module: nn.Embedding) -> bool:
+    """Return whether an embedding does nothing else: Gemma's, for example, scales what it finds."""
+    own = type(module).forward is not nn.Embedding.forward
+    return not (own or module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
 
 
 def _is_vocabulary(model: nn.Module, module: Any) -> bool:
@@ -179,7 +216,7 @@ def _outside(block: nn.Module, regions: list[Region]) -> list[str]:
         if name in divided or not own or is_experts(module):
             continue
         for region in regions:
-            if region.name and name.startswith(f"{region.name}."):
+            if not region.around and name.startswith(f"{region.name}."):
                 region.inner.append(name.removeprefix(f"{region.name}."))
                 break
         else:

@@ -19,16 +19,25 @@ CONTEXTS = ("all_gather", "ulysses")
 SCHEDULES = ("", "gpipe", "1f1b", "interleaved_1f1b")
 
 
+MOST = (1 << 31) - 1
+"""Largest size: a product of two is exact in 64 bits."""
+
+
 def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST
+
+
+def check_whole(least: int, of: str = "", /, **values: object) -> None:
+    """Raise `ConfigurationError` for a value of a field that is no size."""
+    for name, value in values.items():
+        if not _is_whole(value, least):
+            wanted = "a positive integer" if least else "an integer of 0 or more"
+            wanted += f", at most {MOST}" if isinstance(value, int) and value > MOST else ""
+            raise ConfigurationError(f"{of}{name} is {value!r}, not {wanted}.")
 
 
 def _whole(record: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if not _is_whole(value, least):
-            wanted = "a positive integer" if least else "an integer of 0 or more"
-            raise ConfigurationError(f"{type(record).__name__}: {name} is {value!r}, not {wanted}.")
+    check_whole(least, f"{type(record).__name__}: ", **{name: getattr(record, name) for name in names})  # fmt: skip
 
 
 def is_number(value: object) -> bool:
@@ -122,11 +131,11 @@ class Transformer:
         )
         _whole(self, 0, "dense_ffn", "q_lora", "kv_lora", "rope_dim", "value_dim")
         _flags(self, "tied", "gated", "fused", "copied_gradients", "autocast")
-        if not self.kept >= 0:
+        if not (is_number(self.kept) and self.kept >= 0):
             raise ConfigurationError(
                 f"Transformer: kept is {self.kept!r}, not a number of 0 or more."
             )
-        if not self.imbalance >= 1:
+        if not (is_number(self.imbalance) and self.imbalance >= 1):
             raise ConfigurationError(
                 f"Transformer: imbalance is {self.imbalance!r}, not a number of 1 or more."
             )

@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.accelerators import accelerator
 from dlrover.planning.parallel.columns import Columns
-from dlrover.planning.parallel.records import Cluster, Strategy, Transformer
+from dlrover.planning.parallel.records import (
+    Cluster,
+    Strategy,
+    Transformer,
+    check_whole,
+)
 from dlrover.planning.parallel.stages import stages
 
 
@@ -27,10 +31,7 @@ class PlannedJob:
     """Type of the matrix products of the strategies that are searched."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "global_batch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} is {value!r}, not a positive integer.")
+        check_whole(1, sequence=self.sequence, global_batch=self.global_batch)
         Strategy(precision=self.precision)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from dlrover.errors import ConfigurationError
 from dlrover.planning.parallel.columns import Columns
 from dlrover.planning.parallel.predict import Predicted, predict_all
 from dlrover.planning.parallel.records import (
@@ -19,6 +19,7 @@ from dlrover.planning.parallel.records import (
     Prediction,
     Strategy,
     Transformer,
+    check_whole,
 )
 from dlrover.planning.parallel.rules import PlannedJob, obeys
 from dlrover.planning.parallel.stages import stages
@@ -62,8 +63,7 @@ def search(
     Raises:
         ConfigurationError: the accelerator or the precision is unknown, or a number is not positive.
     """
-    if limit < 1:
-        raise ConfigurationError(f"limit is {limit}, not a positive integer.")
+    check_whole(1, limit=limit)
     return fitting(PlannedJob(model, cluster, sequence, global_batch, precision))[:limit]
 
 
@@ -192,10 +192,10 @@ def _virtual(layers: int, pp: int, rounds: int) -> list[int]:
     return [1, *more]
 
 
-def _expert_degrees(model: Transformer, ranks: int, tp: int) -> list[int]:
+def _expert_degrees(model: Transformer, ranks: int, tp: int) -> Sequence[int]:
     if not model.experts:
         return [1]
-    return [ep for ep in _divisors(model.experts) if ranks % ep == 0 or (ranks * tp) % ep == 0]
+    return _divisors(ranks * tp, model.experts)
 
 
 def _sharding(dp: int, cp: int, pp: int) -> list[tuple[int, int]]:
@@ -210,8 +210,6 @@ def _sharding(dp: int, cp: int, pp: int) -> list[tuple[int, int]]:
 
 def _divisors(number: int, *others: int) -> Sequence[int]:
     """Divisors that several numbers have in common."""
-    return [
-        part
-        for part in range(1, number + 1)
-        if number % part == 0 and all(other % part == 0 for other in others)
-    ]
+    common = math.gcd(number, *others)
+    small = [part for part in range(1, math.isqrt(common) + 1) if common % part == 0]
+    return sorted({*small, *(common // part for part in small)})

@@ -18,7 +18,7 @@ class Stages:
     """Layers of the pipeline ranks."""
 
     chunks: tuple[int, ...]
-    """Layers of each part, in the order of the model; part ``i`` is on rank ``i % pp``."""
+    """Layers of each part that has some, in the order of the model; part ``i`` is on rank ``i % pp``."""
     first: int
     """Layers of the first rank."""
     last: int
@@ -43,6 +43,9 @@ def stages(model: Transformer, pp: int, virtual: int) -> Stages:
     Interleaved parts, and those of a model with experts, whose memory the layers are, are as equal as possible. Otherwise a stage takes layers until its share of the cost, with the
     output layer, is reached, if that is faster than equal stages by more than ``WORTHWHILE``.
     """
+    # More ranks and parts than layers have none.
+    ranks_in_all, pp = pp, min(pp, model.layers + 1)
+    virtual = min(virtual, -(-model.layers // pp))
     parts = pp * virtual
     each, rest = divmod(model.layers, parts)
     if virtual > 1 or parts == 1 or parts >= model.layers or model.experts:
@@ -56,7 +59,7 @@ def stages(model: Transformer, pp: int, virtual: int) -> Stages:
                 chunks = (each,) * pp
     ranks = [sum(chunks[rank::pp]) for rank in range(pp)]
     head = head_layers(model)
-    average = (model.layers + head) / pp
+    average = (model.layers + head) / ranks_in_all
     return Stages(chunks, ranks[0], ranks[-1], max(ranks), max(*ranks, ranks[-1] + head) / average)
 
 
