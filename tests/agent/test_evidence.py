@@ -134,8 +134,11 @@ def test_the_last_exception_that_ended_a_thread_is_found_in_standard_error():
         "Exception in thread A:\nKeyError: 1\n",
         "Exception in thread B:\nKeyError: 2\nmore",
     )
-    assert evidence.thread_error("step 3\n" + first + last) == last
-    assert evidence.thread_error("step 3\nKeyError: 1") == ""
+    assert evidence.thread_error("step 3\n" + first + last, 8) == last
+    assert evidence.thread_error("step 3\nKeyError: 1", 8) == ""
+    workers = 1024
+    longest = evidence.thread_error(first + "漢" * 100_000, workers)
+    assert len(longest.encode()) * workers < wire.MAX_MESSAGE_BYTES // 2
 
 
 def test_who_gives_up_on_a_collective_is_told_by_the_words_of_pytorch() -> None:

@@ -377,7 +377,9 @@ class WorkerGroup:
 
     def _thread_error(self, local_rank: int) -> str:
         """Return what a worker wrote since the last exception that ended one of its threads."""
-        return evidence.thread_error(self._logs.stderr_tail(local_rank)) if self._logs else ""
+        if self._logs is None:
+            return ""
+        return evidence.thread_error(self._logs.stderr_tail(local_rank), len(self._workers))
 
     async def save_now(self, request: str) -> tuple[StoredPlace, ...]:
         """Have the newest memory checkpoint of each directory stored; return what became of it."""
