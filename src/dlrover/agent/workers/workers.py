@@ -18,7 +18,7 @@ from dlrover._util import procs, start, tasks
 from dlrover.agent import savers
 from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence
-from dlrover.agent.workers.failures import FailureRecords
+from dlrover.agent.workers.failures import FailureRecords, recorded_error
 from dlrover.agent.workers.logs import AttemptLogs, RunLogs
 from dlrover.agent.workers.membership import MembersSocket, StoppedWatch, is_stopped
 from dlrover.agent.workers.zygotes import ZygotePool, make_board
@@ -275,8 +275,8 @@ class WorkerGroup:
 
     def _exited(self, id_: int, status: int, start_problem: str) -> None:
         worker = self._by_id.pop(id_)
-        if worker.lingered and os.WIFSIGNALED(status):
-            status = 1 << 8  # as the interpreter leaves after an error
+        if worker.lingered and os.WIFSIGNALED(status) and self._logs is not None:
+            status = recorded_error(self._logs.error_file(worker.local_rank)).exit_code << 8
         worker.status = status
         worker.ended_at = time.monotonic_ns()
         worker.ended.set()
