@@ -311,7 +311,11 @@ class WorkerGroup:
     async def _explain(
         self, local_rank: int, failure: Failure, not_joined: asyncio.Task[list[str]]
     ) -> None:
-        facts = (*await not_joined, *failure.node_facts)
+        await asyncio.wait({not_joined})
+        if (error := not_joined.exception()) is not None:
+            logger.warning("The ranks that did not join a collective cannot be found: %s", error)
+        found = [] if error is not None else not_joined.result()
+        facts = (*found, *failure.node_facts)
         self.on_exit(local_rank, msgspec.structs.replace(failure, node_facts=facts).bounded())
 
     def _ended_well(self, worker: Worker) -> bool:
