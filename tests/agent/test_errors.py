@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dlrover.agent.workers.failures import recorded_error
+from dlrover.agent.workers.failures import RecordedError, recorded_error
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,17 @@ def test_a_time_that_is_no_number_counts_as_none(tmp_path, time: str, expected: 
     file.write_text(recorded.replace('"time": 0', f'"time": {time}'))
     error = recorded_error(file)
     assert (error.type, error.message, error.time) == ("ValueError", "x", expected)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RecordedError("SystemExit", "3"), 3),
+        (RecordedError("SystemExit", "no data"), 1),
+        (RecordedError("SystemExit", "256"), 1),
+        (RecordedError("ValueError", "3"), 1),
+        (RecordedError(), 1),
+    ],
+)
+def test_a_program_leaves_with_the_code_that_it_gave(error: RecordedError, code: int) -> None:
+    assert error.exit_code == code

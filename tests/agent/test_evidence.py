@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from dlrover.agent.workers import evidence
+from dlrover.agent.workers.logs import RunLogs
+from dlrover.agent.workers.workers import Worker, WorkerGroup
 from dlrover.rpc import messages, wire
 from dlrover.spec.failure import Failure, FailureKind
+from dlrover.spec.job import Entry, LaunchSpec
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -134,8 +138,38 @@ def test_the_last_exception_that_ended_a_thread_is_found_in_standard_error():
         "Exception in thread A:\nKeyError: 1\n",
         "Exception in thread B:\nKeyError: 2\nmore",
     )
-    assert evidence.thread_error("step 3\n" + first + last) == last
-    assert evidence.thread_error("step 3\nKeyError: 1") == ""
+    assert evidence.thread_error("step 3\n" + first + last, 8) == last
+    assert evidence.thread_error("step 3\nKeyError: 1", 8) == ""
+    workers = 1024
+    longest = evidence.thread_error(first + "漢" * 100_000, workers)
+    assert len(longest.encode()) * workers < wire.MAX_MESSAGE_BYTES // 2
+
+
+def test_who_gives_up_on_a_collective_is_reported_although_no_process_can_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(_pids: object) -> list[str]:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(evidence, "not_joined", fails)
+    failure = Failure(
+        id="1", kind=FailureKind.EXCEPTION, node_id=0, rank=0, local_rank=0, round=1,
+        exception="RuntimeError", message="Timed out waiting 5000ms for recv operation",
+    )  # fmt: skip
+    reported = []
+
+    async def story() -> None:
+        launch = LaunchSpec(entry=Entry.SCRIPT, target="train.py")
+        group = WorkerGroup(launch, {}, RunLogs(launch, tmp_path), "host")
+        group.on_exit = lambda *args: reported.append(args)
+        group._workers = {1: Worker(1, 1, pid=os.getpid())}
+        group._report(0, failure)
+        await asyncio.wait(group._explaining)
+        group._workers = {}
+        await group.close()
+
+    asyncio.run(story())
+    assert reported == [(0, failure)]
 
 
 def test_who_gives_up_on_a_collective_is_told_by_the_words_of_pytorch() -> None:

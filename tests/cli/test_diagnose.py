@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from dlrover.cli import diagnose, main
 from dlrover.cli.run import report
 from dlrover.errors import ConfigurationError
-from dlrover.spec.events import Event, JobEnded, WorkerFailed
+from dlrover.spec.events import Event, HangFound, JobEnded, WorkerFailed
 from dlrover.spec.failure import Failure, FailureKind, Origin, Rule, Verdict
 from dlrover.spec.job import JobSpec
 from dlrover.spec.jobdir import JobDir, MasterConfig
@@ -184,6 +184,17 @@ def test_each_round_of_a_job_has_the_verdict_on_its_root_cause(job_dir):
     ]
 
 
+def test_a_round_that_hung_has_the_verdict_on_the_hang(job_dir):
+    hang = HangFound(
+        1, (3,), "read (data.py:9)", "rank 3 in read (data.py:9)", 200, "evidence/1.txt"
+    )
+    with job_dir.events.open("ab") as events:
+        events.write(msgspec.json.encode(Event(9, 9.0, hang)) + b"\n")
+    found = [(f.source, f.verdict.cause) for f in diagnose.of_job(job_dir, ())]
+    assert ("round 1, evidence/1.txt", "hang") in found
+    assert found[-1] == ("round 2, /logs/0", "exception")
+
+
 def test_other_rows_than_those_that_a_job_began_with_may_be_tried(job_dir):
     other = msgspec.structs.replace(OWN, cause="other", types=("ValueError",))
     assert [f.verdict.cause for f in diagnose.of_job(job_dir, (other,))] == ["exception", "other"]
@@ -218,7 +229,7 @@ def test_a_job_in_which_no_worker_failed_is_said_in_a_sentence(job_dir):
     )
     asked = ["diagnose", "--job-dir", str(job_dir.path)]
     assert CliRunner().invoke(main.app, asked).output == (
-        f"No worker failed in {job_dir.path}; dlrover events shows what happened there.\n"
+        f"No worker failed or hung in {job_dir.path}; dlrover events shows what happened there.\n"
     )
     assert CliRunner().invoke(main.app, [*asked, "-o", "json"]).output == "[]\n"
 

@@ -116,3 +116,18 @@ def test_the_line_follows_the_terminals_width():
     os.close(own)
     os.close(theirs)
     assert progress.columns(theirs) == 80
+
+
+def test_a_wait_is_shown_once_it_takes_long(capsys: pytest.CaptureFixture[str]):
+    viewer = progress.Viewer(None)
+    for seconds, wait in [
+        (30, ""),
+        (35, "node 0"),
+        (39, ""),
+        (45, "node 1"),
+        (50, "node 1"),
+        (59, "x"),
+    ]:
+        status = msgspec.structs.replace(STATUS, seconds=float(seconds), waiting_for=wait)
+        viewer._show(messages.Notice((), status))
+    assert capsys.readouterr().err == "dlrover: node 1\n"

@@ -764,3 +764,19 @@ def test_who_gives_up_on_a_collective_names_the_rank_that_did_not_join_it() -> N
     assert root_cause([first, named]) == named
     other = raised("KeyError", "'x'", rank=1, id="1", time=1.2)
     assert root_cause([first, named, other]) == other
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("AssertionError", "Torch not compiled with CUDA enabled"),
+        ("RuntimeError", "Distributed package doesn't have NCCL built in"),
+    ],
+)
+def test_a_pytorch_that_was_built_for_no_device_fails_again_in_the_same_way(
+    error: str, message: str
+) -> None:
+    library = "/x/site-packages/torch/cuda/__init__.py"
+    trace = f'{HEADER}\n  File "{TRAIN}", line 3, in <module>\n    model.cuda()\n  File "{library}", line 5, in f\n    raise E\n'
+    verdict = diagnose(raised(error, message, traceback=f"{trace}{error}: {message}"))
+    assert (verdict.cause, verdict.origin, verdict.hopeless) == ("unsupported_device", USER, True)

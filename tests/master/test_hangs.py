@@ -338,7 +338,10 @@ def test_a_hang_of_one_place_has_a_verdict_that_says_where_the_stacks_are():
     )
     verdict = hang_verdict(found)
     assert verdict.evidence == "3 ranks in x; rank 3 in y"
-    assert "rank 3" in verdict.advice
+    assert "what rank 3 waited for" in verdict.advice
+    for nodes, words in ((1,), "node 1"), ((1, 4), "nodes 1 and 4"), ((1, 2, 4), "3 nodes"):
+        on_nodes = hang_verdict(hangs.msgspec.structs.replace(found, nodes=nodes))
+        assert f"what rank 3 on {words} waited for" in on_nodes.advice
     assert "evidence/1.txt" in verdict.advice
     everywhere = hang_verdict(HangFound(1, (), "", "4 ranks without a stack", 200))
     assert "collectives" in everywhere.advice

@@ -74,6 +74,7 @@ def test_a_hang_is_reported_with_rank_and_line_and_restarted(
     line = "count += 1" if fault == "spin" else "time.sleep(1000)"
     function = "spin" if fault == "spin" else "__getitem__"
     assert found.ranks == (last,)
+    assert found.nodes == ((1,) if fault == "spin" else (0,))
     near = range(line_of(line) - (fault == "spin"), line_of(line) + 1)
     assert re.search(rf"{function} \(hangs\.py:({'|'.join(map(str, near))})\)$", found.place)
     assert found.evidence == "evidence/1.txt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -11,9 +12,9 @@ import msgspec
 from dlrover.errors import ConfigurationError, kind_of, readable
 from dlrover.master import diagnosis_rules
 from dlrover.master.journal import history
-from dlrover.master.machine.diagnosis.diagnosis import root_cause
+from dlrover.master.machine.diagnosis.diagnosis import hang_verdict, root_cause
 from dlrover.master.machine.diagnosis.log import plain
-from dlrover.spec.events import WorkerFailed
+from dlrover.spec.events import HangFound, WorkerFailed
 from dlrover.spec.failure import Origin, Rule, Verdict
 from dlrover.spec.jobdir import JobDir, MasterConfig, decode
 
@@ -71,7 +72,7 @@ def _shown(screen: re.Match[str]) -> Verdict:
 
 
 def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[LogVerdict, ...]:
-    """Return the verdict on the root cause of each round in which workers of a job failed.
+    """Return the verdict on the root cause of each round in which workers of a job failed or hung.
 
     If ``own`` is empty, the rules that the job started with apply.
 
@@ -91,9 +92,11 @@ def of_job(job_dir: JobDir, own: tuple[Rule, ...]) -> tuple[LogVerdict, ...]:
         if isinstance(body, WorkerFailed):
             rounds.setdefault(body.failure.round, []).append(table.failed(body.failure))
     roots = {number: root_cause(failed) for number, failed in rounds.items()}
+    found = [(n, root.failure.log_path, root.verdict) for n, root in roots.items()]
+    found += [(b.round, b.evidence, hang_verdict(b)) for b in bodies if isinstance(b, HangFound)]
     return tuple(
-        LogVerdict(f"round {number}, {root.failure.log_path}", root.verdict)
-        for number, root in roots.items()
+        LogVerdict(f"round {number}, {source}", verdict)
+        for number, source, verdict in sorted(found, key=itemgetter(0))
     )
 
 

@@ -253,7 +253,7 @@ def diagnose(
         found = diagnosing.of_job(job, own)
     else:
         found = (diagnosing.of_log(file, own),)
-    none = f"No worker failed in {job_dir}; dlrover events shows what happened there."
+    none = f"No worker failed or hung in {job_dir}; dlrover events shows what happened there."
     show(found, output, lambda all_, _: print("\n\n".join(map(diagnosing.render, all_)) or none))
 
 

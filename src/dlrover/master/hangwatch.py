@@ -158,7 +158,8 @@ class HangWatch:
             name = self._keep(found)
         except OSError as error:
             logger.warning("The evidence cannot be written: %s", error)
-        hang = msgspec.structs.replace(found.hang, evidence=name)
+        nodes = {self._nodes[rank] for rank in found.hang.ranks if rank in self._nodes}
+        hang = msgspec.structs.replace(found.hang, evidence=name, nodes=tuple(sorted(nodes)))
         self._submit(inputs.Hung(hang, found.restart))
 
     def _keep(self, found: hangs.Hang) -> str:

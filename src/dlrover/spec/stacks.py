@@ -285,10 +285,13 @@ def report(evidence: Iterable[WorkerEvidence], missing: Iterable[int] = ()) -> s
             f"the stacks of rank {first.rank} (process {first.pid}, state {first.state or 'unknown'}):\n"
             f"{first.text.strip() or 'none'}\n"
             + "".join(f"flight record of {f}\n" for f in flights)
-            + "".join(
-                f"standard error of rank {r}:\n{by_rank[r].thread_error}\n"
-                for r in group.ranks
-                if by_rank[r].thread_error
+            + next(
+                (
+                    f"standard error of rank {r}:\n{by_rank[r].thread_error}\n"
+                    for r in group.ranks
+                    if by_rank[r].thread_error
+                ),
+                "",
             )
             + "".join(
                 f"accelerator of rank {r}: {by_rank[r].device}\n"

@@ -32,8 +32,8 @@ QUIET_TIME = 0.1
 """Seconds without new bytes after which the stacks count as complete."""
 THREAD_ENDED = "Exception in thread "
 """The interpreter's words before the traceback of an exception that ends a thread."""
-THREAD_TEXT = 4096
-"""Characters kept of the exception that ended a thread, and of what follows it."""
+THREAD_TEXT, THREAD_TEXTS = 4096, 1 << 18
+"""Characters kept of the exception that ended a thread and of what follows it, of one worker and of all of a node."""
 ALL_TEXT, ALL_FRAMES = 1 << 20, 8192
 """Characters and frames of all workers of a node: their evidence is one message."""
 _STOPPED = ("T", "t")
@@ -100,10 +100,13 @@ async def not_joined(pids: Mapping[int, int]) -> list[str]:
     return [f"{NOT_JOINED}{group}" for group in groups(seen) if group.place and not group.waits]
 
 
-def thread_error(stderr: str) -> str:
-    """Return the part of a standard error from the last exception that ended a thread; empty without one."""
-    begin = stderr.rfind(THREAD_ENDED)
-    return stderr[begin : begin + THREAD_TEXT] if begin >= 0 else ""
+def thread_error(stderr: str, workers: int) -> str:
+    """Return the part of a standard error from the last exception that ended a thread; empty without one.
+
+    The parts of all ``workers`` of a node are in one message.
+    """
+    begin, room = stderr.rfind(THREAD_ENDED), min(THREAD_TEXT, THREAD_TEXTS // workers)
+    return stderr[begin : begin + room] if begin >= 0 else ""
 
 
 # ---- the process

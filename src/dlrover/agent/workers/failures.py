@@ -121,6 +121,12 @@ class RecordedError:
     def __bool__(self) -> bool:
         return bool(self.type or self.message or self.traceback)
 
+    @property
+    def exit_code(self) -> int:
+        """Exit code with which the interpreter leaves after it; never 0."""
+        given = self.type == "SystemExit" and self.message.isascii() and self.message.isdecimal()
+        return (int(self.message) & 0xFF if given else 0) or 1
+
 
 def recorded_error(path: Path) -> RecordedError:
     """Return the exception in an error file, written by our bootstrap or by torch's ``@record``."""

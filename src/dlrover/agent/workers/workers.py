@@ -18,7 +18,7 @@ from dlrover._util import procs, start, tasks
 from dlrover.agent import savers
 from dlrover.agent.devices import Devices
 from dlrover.agent.workers import environment, evidence
-from dlrover.agent.workers.failures import FailureRecords
+from dlrover.agent.workers.failures import FailureRecords, recorded_error
 from dlrover.agent.workers.logs import AttemptLogs, RunLogs
 from dlrover.agent.workers.membership import MembersSocket, StoppedWatch, is_stopped
 from dlrover.agent.workers.zygotes import ZygotePool, make_board
@@ -275,8 +275,8 @@ class WorkerGroup:
 
     def _exited(self, id_: int, status: int, start_problem: str) -> None:
         worker = self._by_id.pop(id_)
-        if worker.lingered and os.WIFSIGNALED(status):
-            status = 1 << 8  # as the interpreter leaves after an error
+        if worker.lingered and os.WIFSIGNALED(status) and self._logs is not None:
+            status = recorded_error(self._logs.error_file(worker.local_rank)).exit_code << 8
         worker.status = status
         worker.ended_at = time.monotonic_ns()
         worker.ended.set()
@@ -311,7 +311,11 @@ class WorkerGroup:
     async def _explain(
         self, local_rank: int, failure: Failure, not_joined: asyncio.Task[list[str]]
     ) -> None:
-        facts = (*await not_joined, *failure.node_facts)
+        await asyncio.wait({not_joined})
+        if (error := not_joined.exception()) is not None:
+            logger.warning("The ranks that did not join a collective cannot be found: %s", error)
+        found = [] if error is not None else not_joined.result()
+        facts = (*found, *failure.node_facts)
         self.on_exit(local_rank, msgspec.structs.replace(failure, node_facts=facts).bounded())
 
     def _ended_well(self, worker: Worker) -> bool:
@@ -377,7 +381,9 @@ class WorkerGroup:
 
     def _thread_error(self, local_rank: int) -> str:
         """Return what a worker wrote since the last exception that ended one of its threads."""
-        return evidence.thread_error(self._logs.stderr_tail(local_rank)) if self._logs else ""
+        if self._logs is None:
+            return ""
+        return evidence.thread_error(self._logs.stderr_tail(local_rank), len(self._workers))
 
     async def save_now(self, request: str) -> tuple[StoredPlace, ...]:
         """Have the newest memory checkpoint of each directory stored; return what became of it."""

@@ -27,7 +27,7 @@ from dlrover.spec.words import counted
 RETRY_DELAY = 0.5
 """Seconds between attempts to reach the master."""
 WAIT_NOTICE = 10.0
-"""Seconds between two lines about what a job waits for, where there is no status line."""
+"""Seconds from the beginning of a wait to a line about it, and between two lines, where there is no status line."""
 
 NOTABLE = (
     events.NodeLost,
@@ -148,6 +148,7 @@ class Viewer:
     def __init__(self, screen: Screen | None) -> None:
         self._screen = screen
         self._waited_at = 0.0
+        """When the job last did not wait, or the last line about a wait was shown, in seconds since its start."""
         self._seen = 0
         """Number of the last event shown."""
         self.status: messages.Status | None = None
@@ -177,7 +178,9 @@ class Viewer:
         self.status = status = notice.status
         if self._screen is not None:
             self._screen.set_status(status_line(status))
-        elif status.waiting_for and status.seconds - self._waited_at > WAIT_NOTICE:
+        elif not status.waiting_for:
+            self._waited_at = status.seconds
+        elif status.seconds - self._waited_at > WAIT_NOTICE:
             self._waited_at = status.seconds
             say(status.waiting_for)
 

@@ -94,6 +94,8 @@ class HangFound(msgspec.Struct, frozen=True, tag="hang_found"):
     """File with the stacks in the job directory; empty if it could not be written."""
     thread: str = ""
     """The exception that had ended a thread of one of these ranks before; empty if none is known."""
+    nodes: tuple[int, ...] = ()
+    """The nodes of the ranks that the others wait for."""
 
     @property
     def title(self) -> str:

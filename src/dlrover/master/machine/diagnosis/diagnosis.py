@@ -199,7 +199,7 @@ def hang_verdict(found: HangFound) -> Verdict:
     if found.thread:
         advice = "Correct what ended the thread, or end the rank with it: the other threads may wait for it."
     elif found.ranks:
-        ranks = stacks.ranks_in_words(found.ranks)
+        ranks = f"{stacks.ranks_in_words(found.ranks)}{_on(found.nodes)}"
         advice = f"Look for what {ranks} waited for or did at this place; {where} has all stacks."
     else:
         advice = f"Look for what the ranks wait for there, and for collectives that not all of them call; {where} has all stacks."
@@ -211,6 +211,14 @@ def hang_verdict(found: HangFound) -> Verdict:
         signature=found.title,
         cause="hang",
     )
+
+
+def _on(nodes: Sequence[int]) -> str:
+    """Return `` on node 3``, `` on nodes 3 and 5``, or `` on 62 nodes``; empty if none is known."""
+    if len(nodes) > 2:
+        return f" on {len(nodes)} nodes"
+    named = " and ".join(map(str, nodes))
+    return f" on node{'s' if len(nodes) > 1 else ''} {named}" if nodes else ""
 
 
 def ended_thread(rank: int, stderr: str) -> str:
