@@ -175,14 +175,15 @@ class TestStderrTail:
 
     def test_standard_output_stands_in_for_it_where_only_that_explains_the_end(self, logs):
         logs.stdout(0).write_text("FATAL: no license\n")
-        assert logs.last_words(0) == ("FATAL: no license\n", logs.stdout(0))
+        assert logs.last_words(0, signaled=False) == ("FATAL: no license\n", logs.stdout(0))
         logs.stderr(0).write_text("a warning\n")
-        assert logs.last_words(0) == ("a warning\n", logs.stderr(0))
+        assert logs.last_words(0, signaled=False) == ("a warning\n", logs.stderr(0))
         trace = "Traceback (most recent call last):\nKeyError: 1\n"
         logs.stdout(0).write_text(trace)
-        assert logs.last_words(0) == (trace, logs.stdout(0))
+        assert logs.last_words(0, signaled=False) == (trace, logs.stdout(0))
+        assert logs.last_words(0, signaled=True) == ("a warning\n", logs.stderr(0))
         logs.stderr(0).write_text(f"a warning\n{trace}")
-        assert logs.last_words(0) == (f"a warning\n{trace}", logs.stderr(0))
+        assert logs.last_words(0, signaled=False) == (f"a warning\n{trace}", logs.stderr(0))
 
     def test_it_is_the_last_characters(self, logs):
         @given(st.text("aé漢🙂\n", max_size=60), st.integers(0, 12))

@@ -64,7 +64,7 @@ class FailureRecords:
         kind = FailureKind.SIGNAL if signaled else FailureKind.EXIT
         if error and not signaled and error.type not in OWN_ENDS:
             kind = FailureKind.EXCEPTION
-        words, path = logs.last_words(worker.local_rank)
+        words, path = logs.last_words(worker.local_rank, signaled=signaled)
         return Failure(
             id=uuid.uuid4().hex,
             kind=kind,

@@ -144,14 +144,15 @@ class AttemptLogs:
         text = tail.decode(errors="replace")
         return text[max(0, len(text) - limit) :]
 
-    def last_words(self, local_rank: int) -> tuple[str, Path]:
+    def last_words(self, local_rank: int, *, signaled: bool) -> tuple[str, Path]:
         """Return the end of the worker's standard error, and its file.
 
-        Of standard output instead, if only that has a traceback, or standard error is empty.
+        Of standard output instead, if standard error is empty, or only standard output has a traceback and no signal
+        ended the worker: the runtime writes why it aborts to standard error, without one.
         """
         errors = self.stderr_tail(local_rank)
         output = _end_of(self.stdout(local_rank), OUTPUT_TAIL).decode(errors="replace")
-        printed = _TRACEBACK in output and _TRACEBACK not in errors
+        printed = not signaled and _TRACEBACK in output and _TRACEBACK not in errors
         if output.strip() and (printed or not errors.strip()):
             return output, self.stdout(local_rank)
         return errors, self.stderr(local_rank)
