@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.agent.workers import evidence
+from dlrover.agent.workers import evidence, workers
 from dlrover.agent.workers.logs import RunLogs
 from dlrover.agent.workers.workers import Worker, WorkerGroup
 from dlrover.rpc import messages, wire
@@ -145,6 +145,12 @@ def test_the_last_exception_that_ended_a_thread_is_found_in_standard_error():
     assert len(longest.encode()) * workers < wire.MAX_MESSAGE_BYTES // 2
 
 
+GAVE_UP = Failure(
+    id="1", kind=FailureKind.EXCEPTION, node_id=0, rank=0, local_rank=0, round=1,
+    exception="RuntimeError", message="Timed out waiting 5000ms for recv operation",
+)  # fmt: skip
+
+
 def test_who_gives_up_on_a_collective_is_reported_although_no_process_can_be_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,10 +158,6 @@ def test_who_gives_up_on_a_collective_is_reported_although_no_process_can_be_loo
         raise OSError(errno.EAGAIN, "no more processes")
 
     monkeypatch.setattr(evidence, "not_joined", fails)
-    failure = Failure(
-        id="1", kind=FailureKind.EXCEPTION, node_id=0, rank=0, local_rank=0, round=1,
-        exception="RuntimeError", message="Timed out waiting 5000ms for recv operation",
-    )  # fmt: skip
     reported = []
 
     async def story() -> None:
@@ -163,16 +165,37 @@ def test_who_gives_up_on_a_collective_is_reported_although_no_process_can_be_loo
         group = WorkerGroup(launch, {}, RunLogs(launch, tmp_path), "host")
         group.on_exit = lambda *args: reported.append(args)
         group._workers = {1: Worker(1, 1, pid=os.getpid())}
-        group._report(0, failure)
+        group._report(0, GAVE_UP)
         await asyncio.wait(group._explaining)
         group._workers = {}
         await group.close()
 
     asyncio.run(story())
-    assert reported == [(0, failure)]
+    assert reported == [(0, GAVE_UP)]
 
 
-def test_who_gives_up_on_a_collective_is_told_by_the_words_of_pytorch() -> None:
+def test_a_stop_does_not_wait_for_long_for_who_did_not_join_a_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "not_joined", lambda _pids: asyncio.sleep(60.0))
+    monkeypatch.setattr(workers, "EXPLAIN_WAIT", 0.1)
+    reported = []
+
+    async def story() -> None:
+        launch = LaunchSpec(entry=Entry.SCRIPT, target="train.py")
+        group = WorkerGroup(launch, {}, RunLogs(launch, tmp_path), "host")
+        group.on_exit = lambda *args: reported.append(args)
+        group._workers = {1: Worker(1, 1, pid=os.getpid())}
+        group._report(0, GAVE_UP)
+        group._workers = {}
+        await asyncio.wait_for(group.stop(signal.SIGTERM, 0.0), 20.0)
+        await group.close()
+
+    asyncio.run(story())
+    assert reported == [(0, GAVE_UP)]
+
+
+def test_who_gives_up_on_a_collective_is_known_by_the_words_of_pytorch() -> None:
     def failure(kind: FailureKind, **facts: object) -> Failure:
         return Failure(id="1", kind=kind, node_id=0, rank=0, local_rank=0, round=1, **facts)
 

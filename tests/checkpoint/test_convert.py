@@ -131,7 +131,7 @@ def state_of(dtypes: set[str]) -> dict:
             "none": None, "yes": True, "big": 2**90, "negative": -5, "text": 'é "$tensor"', "bytes": b"\0\xff",
             "floats": [float("nan"), float("-inf"), -0.0, 1e-310], "nested": [(1, [2, (3,)]), ()],
             "$tensor": "no tag", "pair": (1, torch.ones(2)), "list": [torch.zeros(1), 7], "gap": [{}, {"a": 1}],
-            "count": Counter({3: 2}),
+            "count": Counter({3: 2, "x": float("inf")}),
         },
         "step": 40,
     }  # fmt: skip

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from dlrover.accelerate.modes import collectives
 from dlrover.accelerate.modes.collectives import Parts, computes_with
@@ -69,7 +70,7 @@ class Flow:
             left = collectives.reduce_parts(addend, self._known)
         else:
             left = collectives.reduce(addend, self.group)
-        if left.grad_fn is not None:
+        if not torch.compiler.is_compiling() and left.grad_fn is not None:
             left.grad_fn.leaves = True
         return left
 
@@ -227,23 +228,31 @@ def _guard(module: nn.Module, name: str, flow: Flow) -> None:
 
     The ranks' gradients of the input are added up, so that this part of them would count once for each rank.
     """
-    entered: list[Any] = []
+    entry: Any = None
+    known = False
 
     def enter(activation: torch.Tensor) -> torch.Tensor:
+        nonlocal entry
         result = flow.enter(activation)
-        entered[:] = [result.grad_fn]
+        if not (known or torch.compiler.is_compiling()):
+            entry = result.grad_fn
         return result
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        node = (output[0] if isinstance(output, tuple) else output).grad_fn
-        if torch.compiler.is_compiling() or node is None:
+        nonlocal entry, known
+        if torch.compiler.is_compiling():
             return
-        if _passes_by(node, entered.pop()):
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        node = getattr(next(tensors, None), "grad_fn", None)
+        if node is None:
+            return
+        if _passes_by(node, entry):
             raise ConfigurationError(
                 f"Strategy: tp is {dist.get_world_size(flow.group)}; its matrices of {name!r} cannot be divided, because the"
                 " module adds its input to their result, or multiplies both; leave them whole with the tensor_rules"
                 f" (({re.sub(r'[.][0-9]+[.]', '.*.', name) + '.*'!r}, 'replicate'),), or do that outside of the module."
             )
+        entry, known = None, True
         handle.remove()
 
     first_input(module, enter)

@@ -39,6 +39,8 @@ BOARD_POLL = 0.05
 """Seconds between two reads of the progress board."""
 REAP_INTERVAL = 5.0
 """Seconds between two searches for orphans to reap."""
+EXPLAIN_WAIT = 2.0
+"""Most seconds that a stop waits for the stacks of ranks that did not join a collective."""
 KILL_WAIT = 10.0
 """Seconds to wait for a process after SIGKILL; one that takes longer hangs in the kernel."""
 CLEANUP_WAIT = 0.5
@@ -304,7 +306,7 @@ class WorkerGroup:
         if failure is None or not running or not evidence.gave_up(failure):
             self.on_exit(local_rank, failure)
             return
-        if self._not_joined is None:
+        if self._not_joined is None or self._not_joined.done():
             self._not_joined = asyncio.create_task(evidence.not_joined(running))
         tasks.start(self._explain(local_rank, failure, self._not_joined), self._explaining)
 
@@ -312,9 +314,10 @@ class WorkerGroup:
         self, local_rank: int, failure: Failure, not_joined: asyncio.Task[list[str]]
     ) -> None:
         await asyncio.wait({not_joined})
-        if (error := not_joined.exception()) is not None:
-            logger.warning("The ranks that did not join a collective cannot be found: %s", error)
-        found = [] if error is not None else not_joined.result()
+        problem = "the stop does not wait" if not_joined.cancelled() else not_joined.exception()
+        if problem is not None:
+            logger.warning("The ranks that did not join a collective cannot be found: %s", problem)
+        found = [] if problem is not None else not_joined.result()
         facts = (*found, *failure.node_facts)
         self.on_exit(local_rank, msgspec.structs.replace(failure, node_facts=facts).bounded())
 
@@ -416,8 +419,10 @@ class WorkerGroup:
         data loaders while it saves. After ``grace`` seconds, all of them are killed.
         """
         self._stopped_at = time.time()
-        if self._explaining:
-            await asyncio.wait(self._explaining)
+        if self._not_joined is not None and self._explaining:
+            await asyncio.wait(self._explaining, timeout=EXPLAIN_WAIT)
+            self._not_joined.cancel()
+            await asyncio.gather(*self._explaining)
         self._begin_to_hold()
         await asyncio.wait(self._holding, timeout=savers.WAIT)
         for order in self._zygotes.take_held():

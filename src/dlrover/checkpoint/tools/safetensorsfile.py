@@ -155,7 +155,7 @@ def _untagged(value: Any, tensors: Mapping[str, Any]) -> Any:
     read: dict[str, Callable[[Any], Any]] = {
         "$tensor": lambda it: tensors[it],
         "$dict": lambda it: {key: _untagged(item, tensors) for key, item in it},
-        "$counter": lambda it: Counter(dict(it)),
+        "$counter": lambda it: Counter({key: _untagged(item, tensors) for key, item in it}),
         "$tuple": lambda it: tuple(_untagged(item, tensors) for item in it),
         "$bytes": base64.b64decode,
         "$float": float,
