@@ -321,6 +321,13 @@ class WorkerGroup:
         facts = (*found, *failure.node_facts)
         self.on_exit(local_rank, msgspec.structs.replace(failure, node_facts=facts).bounded())
 
+    async def _end_search(self) -> None:
+        """Give up the search for ranks that did not join, unless it ends at once; its reports go out in any case."""
+        if self._not_joined is not None and self._explaining:
+            await asyncio.wait(self._explaining, timeout=EXPLAIN_WAIT)
+            self._not_joined.cancel()
+            await asyncio.gather(*self._explaining)
+
     def _ended_well(self, worker: Worker) -> bool:
         """Return whether a worker has ended without an error; its peers may notice before its process is gone."""
         finished = worker.status is None and self._board.finished(worker.local_rank)
@@ -419,10 +426,7 @@ class WorkerGroup:
         data loaders while it saves. After ``grace`` seconds, all of them are killed.
         """
         self._stopped_at = time.time()
-        if self._not_joined is not None and self._explaining:
-            await asyncio.wait(self._explaining, timeout=EXPLAIN_WAIT)
-            self._not_joined.cancel()
-            await asyncio.gather(*self._explaining)
+        await self._end_search()
         self._begin_to_hold()
         await asyncio.wait(self._holding, timeout=savers.WAIT)
         for order in self._zygotes.take_held():
