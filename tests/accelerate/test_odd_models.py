@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -26,14 +25,6 @@ from dlrover.errors import ConfigurationError
 from tests.accelerate.scripts.models import Block, Mlp, Plain, next_token_loss
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of one rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 # ---- data

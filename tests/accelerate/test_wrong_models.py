@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dlrover.accelerate import Cluster, Strategy, auto_accelerate
@@ -18,14 +17,6 @@ from dlrover.errors import ConfigurationError
 from tests.accelerate.scripts.models import Plain, next_token_loss
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A process group of one rank."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_attention_of_its_own_is_refused(alone):

@@ -26,6 +26,8 @@ def test_a_time_that_is_no_number_counts_as_none(tmp_path, time: str, expected: 
         (RecordedError("SystemExit", "3"), 3),
         (RecordedError("SystemExit", "no data"), 1),
         (RecordedError("SystemExit", "256"), 1),
+        (RecordedError("SystemExit", "-1"), 255),
+        (RecordedError("SystemExit", "9" * 5000), 1),
         (RecordedError("ValueError", "3"), 1),
         (RecordedError(), 1),
     ],

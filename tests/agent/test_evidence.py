@@ -151,6 +151,21 @@ GAVE_UP = Failure(
 )  # fmt: skip
 
 
+async def reports(tmp_path: Path) -> list[tuple[int, Failure]]:
+    """Return what a node reports of a rank that gave up, as its workers are stopped beside another one that runs."""
+    launch = LaunchSpec(entry=Entry.SCRIPT, target="train.py")
+    group = WorkerGroup(launch, {}, RunLogs(launch, tmp_path), "host")
+    reported = []
+    group.on_exit = lambda *report: reported.append(report)
+    group._workers = {1: Worker(1, 1, pid=os.getpid())}
+    group._report(0, GAVE_UP)
+    # A whole stop would end all children of this process.
+    await asyncio.wait_for(group._end_search(), 20.0)
+    group._workers = {}
+    await group.close()
+    return reported
+
+
 def test_who_gives_up_on_a_collective_is_reported_although_no_process_can_be_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,20 +173,7 @@ def test_who_gives_up_on_a_collective_is_reported_although_no_process_can_be_loo
         raise OSError(errno.EAGAIN, "no more processes")
 
     monkeypatch.setattr(evidence, "not_joined", fails)
-    reported = []
-
-    async def story() -> None:
-        launch = LaunchSpec(entry=Entry.SCRIPT, target="train.py")
-        group = WorkerGroup(launch, {}, RunLogs(launch, tmp_path), "host")
-        group.on_exit = lambda *args: reported.append(args)
-        group._workers = {1: Worker(1, 1, pid=os.getpid())}
-        group._report(0, GAVE_UP)
-        await asyncio.wait(group._explaining)
-        group._workers = {}
-        await group.close()
-
-    asyncio.run(story())
-    assert reported == [(0, GAVE_UP)]
+    assert asyncio.run(reports(tmp_path)) == [(0, GAVE_UP)]
 
 
 def test_a_stop_does_not_wait_for_long_for_who_did_not_join_a_collective(
@@ -179,21 +181,7 @@ def test_a_stop_does_not_wait_for_long_for_who_did_not_join_a_collective(
 ) -> None:
     monkeypatch.setattr(evidence, "not_joined", lambda _pids: asyncio.sleep(60.0))
     monkeypatch.setattr(workers, "EXPLAIN_WAIT", 0.1)
-    reported = []
-
-    async def story() -> None:
-        launch = LaunchSpec(entry=Entry.SCRIPT, target="train.py")
-        group = WorkerGroup(launch, {}, RunLogs(launch, tmp_path), "host")
-        group.on_exit = lambda *args: reported.append(args)
-        group._workers = {1: Worker(1, 1, pid=os.getpid())}
-        group._report(0, GAVE_UP)
-        # A whole stop would end all children of this process.
-        await asyncio.wait_for(group._end_search(), 20.0)
-        group._workers = {}
-        await group.close()
-
-    asyncio.run(story())
-    assert reported == [(0, GAVE_UP)]
+    assert asyncio.run(reports(tmp_path)) == [(0, GAVE_UP)]
 
 
 def test_who_gives_up_on_a_collective_is_known_by_the_words_of_pytorch() -> None:

@@ -150,8 +150,10 @@ class Agent:
         self._checker.stop()
         await self._workers.stop(signal.SIGTERM, 0.0)
         await self._savers_know()
-        await (self._storing or self._say_stored())
-        await self._workers.close(max(savers.WAIT, self._stores_until - self._clock()))
+        try:
+            await (self._storing or self._say_stored())
+        finally:
+            await self._workers.close(max(savers.WAIT, self._stores_until - self._clock()))
 
     async def _say_stored(self) -> None:
         """Wait for what savers store once the workers have ended; show it to the user of this machine and the master."""
@@ -408,7 +410,7 @@ class Agent:
             number = signal.Signals(requested)
         await self._savers_know()
         await self._workers.stop(number, self._launch.shutdown_timeout)
-        self._storing = asyncio.create_task(self._say_stored())
+        self._storing = tasks.start(self._say_stored(), self._looks)
         self._handle(agent_machine.WorkersStopped())
 
     async def _savers_know(self) -> None:

@@ -22,6 +22,9 @@ FILES = 4096
 PLACES_NAMED = 6
 """Groups of ranks that a sentence names; the rest is only counted."""
 
+THREAD_ENDED = "Exception in thread "
+"""The interpreter's words before the traceback of an exception that ends a thread."""
+
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
     """One call on a stack."""

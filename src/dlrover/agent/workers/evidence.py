@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dlrover._util import procs
 from dlrover.spec.failure import NOT_JOINED, TEXT_LIMIT, Failure, FailureKind, clip
-from dlrover.spec.stacks import Frame, WorkerEvidence, groups, main_thread
+from dlrover.spec.stacks import THREAD_ENDED, Frame, WorkerEvidence, groups, main_thread
 from dlrover.training.worker.stacks import FILE_NAME, SIGNAL
 
 PY_SPY_TIME = 10.0
@@ -30,8 +30,6 @@ CHILDREN_TIME = 5.0
 """Seconds after which no further child process of a worker is asked for its stacks."""
 QUIET_TIME = 0.1
 """Seconds without new bytes after which the stacks count as complete."""
-THREAD_ENDED = "Exception in thread "
-"""The interpreter's words before the traceback of an exception that ends a thread."""
 THREAD_TEXT, THREAD_TEXTS = 4096, 1 << 18
 """Characters kept of the exception that ended a thread and of what follows it, of one worker and of all of a node."""
 ALL_TEXT, ALL_FRAMES = 1 << 20, 8192
@@ -184,6 +182,8 @@ async def _by_py_spy(pid: int) -> str:
         await process.wait()
         return ""
     finally:
+        if process.returncode is None:  # the search was given up
+            process.kill()
         _undo_stop(pid, before)
     return output.decode(errors="replace") if process.returncode == 0 else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import time
 import uuid
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dlrover.agent.workers.workers import Worker
 
 
+_CODE = re.compile("-?[0-9]{1,9}")
 RANKS_NAMED = 8
 """Ranks that a fact names; the others are only counted."""
 
@@ -124,7 +126,7 @@ class RecordedError:
     @property
     def exit_code(self) -> int:
         """Exit code with which the interpreter leaves after it; never 0."""
-        given = self.type == "SystemExit" and self.message.isascii() and self.message.isdecimal()
+        given = self.type == "SystemExit" and _CODE.fullmatch(self.message)
         return (int(self.message) & 0xFF if given else 0) or 1
 
 

@@ -324,9 +324,10 @@ class WorkerGroup:
     async def _end_search(self) -> None:
         """Give up the search for ranks that did not join, unless it ends at once; its reports go out in any case."""
         if self._not_joined is not None and self._explaining:
-            await asyncio.wait(self._explaining, timeout=EXPLAIN_WAIT)
+            _, late = await asyncio.wait(self._explaining, timeout=EXPLAIN_WAIT)
             self._not_joined.cancel()
-            await asyncio.gather(*self._explaining)
+            if late:
+                await asyncio.wait(late)
 
     def _ended_well(self, worker: Worker) -> bool:
         """Return whether a worker has ended without an error; its peers may notice before its process is gone."""

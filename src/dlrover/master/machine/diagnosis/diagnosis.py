@@ -224,7 +224,7 @@ def _on(nodes: Sequence[int]) -> str:
 def ended_thread(rank: int, stderr: str) -> str:
     """Return which thread of a rank an exception ended, in words; ``stderr`` begins with the interpreter's."""
     head, _, rest = stderr.partition("\n")
-    thread = head.removeprefix("Exception in thread ").rstrip(":")
+    thread = head.removeprefix(stacks.THREAD_ENDED).rstrip(":")
     found = next(iter(traceback.raised(rest)), None)
     if found is None:
         return ""
